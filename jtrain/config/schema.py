@@ -1,0 +1,270 @@
+"""The config: one frozen pydantic model a section; the YAML and the flags have the same shape.
+
+Words are Hugging Face's where they exist. The docstring under a field is its help text. Rules across fields stand in
+`jtrain/config/rules.py`; they fail before any device is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true", "auto"]
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+Duration = int | float | str
+"""A length of training: steps (`100`), a ratio of the run (`0.05`), or a string: `5%`, `2 epochs`, `1e9 tokens`."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class DistributedConfig(Section):
+    coordinator_address: str | None = None
+    """host:port of process 0. Detected on TPU, Slurm and GKE; needed elsewhere when there are several processes."""
+    num_processes: Positive | None = None
+    """Number of processes of the run. Detected on TPU, Slurm and GKE."""
+    process_id: NotNegative | None = None
+    """Number of this process, from 0. Detected on TPU, Slurm and GKE."""
+    bind_address: str | None = None
+    """host:port that the coordinator listens on; by default the host of `coordinator_address` (never all interfaces)."""
+
+
+class ModelConfig(Section):
+    preset: str = "llama-tiny"
+    """Named shape; every field below that is set replaces the preset's value."""
+    remat: Literal[
+        "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
+    ] = "full"
+    """What the backward pass recomputes. none: nothing; full: every layer; the others keep or offload the named values."""
+    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    """Attention kernel; auto chooses by platform and logs its choice. A kernel that would ignore a mask is refused."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding; by default the tokenizer's size."""
+    hidden_size: Positive | None = None
+    intermediate_size: Positive | None = None
+    num_hidden_layers: Positive | None = None
+    num_attention_heads: Positive | None = None
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    max_position_embeddings: Positive | None = None
+    """Longest row that the model takes; `max_length` may not exceed it."""
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    tie_word_embeddings: bool | None = None
+    """Whether the output head is the embedding table."""
+    norm: Literal["rmsnorm", "layernorm"] | None = None
+    norm_eps: Annotated[float, Field(gt=0)] | None = None
+    activation: Literal["swiglu", "geglu", "gelu"] | None = None
+    """Feed-forward: gated (swiglu, geglu) or plain (gelu)."""
+    attention_bias: bool | None = None
+    """Biases on the query, key, value and output projections."""
+    mlp_bias: bool | None = None
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Rate of dropout on the embedding and on both residual branches."""
+    initializer_range: Annotated[float, Field(gt=0)] | None = None
+    """Standard deviation of the initial weights."""
+
+
+class DataConfig(Section):
+    train: tuple[str, ...] = ()
+    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record. Several sources are a mixture."""
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
+    eval: float | tuple[str, ...] | None = None
+    """Paths, or a fraction of the training data held out from its end."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a Hugging Face tokenizer.json or a SentencePiece .model."""
+    text_field: str = "text"
+    """Field of a JSONL, Parquet or ArrayRecord (JSON) record that holds the text."""
+    append_eos: bool = True
+    """Ends every document with the tokenizer's end-of-sequence token, and trains it."""
+    prepend_bos: bool = False
+    """Begins every document with the tokenizer's begin-of-sequence token."""
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """best_fit: whole documents share rows; concat: one stream cut into rows; none: one document a row, padded."""
+    shuffle: bool = True
+    """A new permutation of the rows in every epoch."""
+    cache_dir: str | None = None
+    """Where tokenised data is kept, memory-mapped; by default a per-user cache folder (JTRAIN_CACHE_DIR)."""
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    """What a record that can't be read does: ends the run, or is written to a quarantine file."""
+    max_bad_records: NotNegative = 100
+    """More bad records than this end the run under `on_bad_record: skip`."""
+    num_workers: Positive | None = None
+    """Processes that tokenise; by default the number of cores."""
+    prefetch: NotNegative = 2
+    """Batches that are read ahead of the step."""
+
+
+class MeshConfig(Section):
+    data: int = -1
+    """Copies of the model: rows are divided, parameters are not. -1 takes the devices that are left."""
+    fsdp: int = 1
+    """Rows and parameters are divided (ZeRO-3)."""
+    pipeline: int = 1
+    """Layers are divided into stages."""
+    context: int = 1
+    """The sequence is divided."""
+    tensor: int = 1
+    """Heads, feed-forward and vocabulary are divided, and the sequence between blocks."""
+    expert: int = 1
+    """Experts are divided."""
+    slices: Positive = 1
+    """TPU slices or GPU islands; the slow network between them carries `data` (or, where it fits, `fsdp`)."""
+
+
+class ShardingConfig(Section):
+    rules: dict[str, tuple[str, ...]] = {}
+    """Overrides of the table logical axis -> mesh axes, e.g. `{mlp: [tensor], embed: [fsdp]}`."""
+    optimizer_axes: tuple[str, ...] = ()
+    """Mesh axes that divide the optimizer state beyond the parameters' own (zero1: data)."""
+    gradient_axes: tuple[str, ...] = ()
+    """Mesh axes that divide the accumulated gradients beyond the parameters' own (zero2: data)."""
+    offload_optimizer: bool = False
+    """Optimizer state lives in host memory (pinned_host) between steps. TPU and GPU."""
+    offload_parameters: bool = False
+    """Parameters live in host memory (pinned_host) between steps. TPU and GPU."""
+
+
+class LossConfig(Section):
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the target that is spread evenly over the vocabulary."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of log(Z)^2, which keeps the logits' scale in place (PaLM: 1e-4)."""
+    chunk_size: Positive | None = None
+    """Tokens of a row whose logits exist at one time; by default chosen by size."""
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    learning_rate: Annotated[float, Field(ge=0.0)] = 3.0e-4
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decoupled weight decay; `decay_rules` say where."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """First-moment decay (momentum, for sgd and muon)."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Second-moment decay; adafactor: its decay exponent stays 0.8, and this is not read."""
+    eps: Annotated[float, Field(gt=0.0)] = 1.0e-8
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """Gradients are scaled down to this global norm; 0: not clipped."""
+    decay_rules: tuple[tuple[str, float], ...] = ((r".*(norm|bias).*", 0.0), (r".*", 1.0))
+    """Pattern of a parameter's path -> multiple of weight_decay. The first match counts; every parameter must match."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameter paths that are not trained. Each must match a parameter."""
+    ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Decay of an exponential moving average of the parameters, kept beside them; 0: none."""
+
+
+class ScheduleConfig(Section):
+    name: Literal["constant", "linear", "cosine", "wsd", "rsqrt"] = "cosine"
+    warmup_steps: Duration = 0.05
+    """Update k of the first w uses learning_rate * k / w."""
+    min_ratio: Ratio = 0.1
+    """The last update's learning rate, as a ratio of the peak."""
+    decay_steps: Duration = 0.2
+    """wsd: length of the decay at the end."""
+
+
+class CheckpointConfig(Section):
+    save_steps: Duration = 100
+    """Distance of saves. The last step is always saved; 0 saves only that one."""
+    save_minutes: Annotated[float, Field(gt=0.0)] | None = None
+    """Also saves when this much time has passed since the last save."""
+    save_total_limit: Positive | None = 3
+    """Checkpoints kept; the newest and the best always are."""
+    best: str | None = "eval_loss"
+    """Evaluation metric whose best checkpoint is kept."""
+    best_mode: Literal["min", "max"] = "min"
+    keep_best: Positive = 1
+    """How many of the best are kept."""
+    resume: Literal["auto", "never"] | NotNegative = "auto"
+    """auto: from the newest verified checkpoint of run_dir, if there is one; never; or a step."""
+    init_from: str | None = None
+    """A run or checkpoint directory whose parameters a new run starts from (optimizer, step and data start anew)."""
+    async_save: bool = True
+    """Saves are written while training goes on."""
+
+
+class EvalConfig(Section):
+    eval_steps: Duration = 100
+    """Distance of evaluations; 0: only at the end."""
+    batch_size: Positive | None = None
+    """Rows of an evaluation batch, over all devices; by default that of a training micro-batch."""
+    max_batches: Positive | None = None
+    """Evaluates this many batches at most; by default all of them."""
+    use_ema: bool = True
+    """Evaluates the moving average where `optimizer.ema_decay` keeps one."""
+    early_stopping_patience: NotNegative = 0
+    """Ends the run after this many evaluations in a row without a better `checkpoint.best`; 0: never."""
+    early_stopping_threshold: Annotated[float, Field(ge=0.0)] = 0.0
+    """What counts as better."""
+    sample_prompts: tuple[str, ...] = ()
+    """Texts that are continued and printed when the run ends."""
+    sample_tokens: Positive = 64
+    """Tokens of such a continuation."""
+    sample_temperature: Annotated[float, Field(ge=0.0)] = 0.7
+    """Temperature of such a continuation; 0: the likeliest token."""
+
+
+class LoggingConfig(Section):
+    log_every_n_steps: Positive = 10
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Beside metrics.jsonl, which is always written."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class FaultsConfig(Section):
+    nonfinite: Literal["skip", "stop", "warn"] = "skip"
+    """A step whose loss or gradient norm is not finite: is skipped and counted; ends the run; or is applied."""
+    max_consecutive_skips: Positive = 20
+    """Skipped steps in a row that end the run (exit 15)."""
+
+
+class Config(Section):
+    task: Literal["pretrain"] = "pretrain"
+    run_dir: str = "runs/pretrain"
+    """Where the run's config, metrics, events and checkpoints stand."""
+    seed: NotNegative = 42
+    max_steps: Duration | None = None
+    """Optimizer updates of the run; also `2 epochs` or `1e9 tokens`."""
+    num_train_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data, instead of max_steps."""
+    max_length: Positive = 1024
+    """Tokens of a row."""
+    global_batch_size: Positive | None = None
+    """Rows of an optimizer step, over all devices and micro-batches (default 32)."""
+    per_device_batch_size: Positive | None = None
+    """Rows of a micro-batch on one data-parallel rank."""
+    gradient_accumulation_steps: Positive | None = None
+    """Micro-batches of an optimizer step (default 1)."""
+    fast_dev_run: bool | NotNegative = False
+    """true or n: n (1) training and evaluation batches, no checkpoint, no tracker."""
+    precision: Precision = "bf16-mixed"
+    deterministic: bool = False
+    """GPU: deterministic kernels and fixed autotuning. CPU and TPU are deterministic anyway."""
+    strategy: Strategy | None = None
+    """Shorthand for a mesh and sharding: ddp, zero1, zero2, zero3 (= fsdp) over all devices."""
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    devices: Literal["auto"] | Positive = "auto"
+    """Devices of the whole run; n processes hold devices / n each. On cpu that many are made."""
+    compile_cache: str = "auto"
+    """Folder of compiled programs (private: it holds native code); auto: a per-user folder; empty: none."""
+    distributed: DistributedConfig = DistributedConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    logging: LoggingConfig = LoggingConfig()
+    faults: FaultsConfig = FaultsConfig()

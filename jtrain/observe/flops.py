@@ -1,0 +1,92 @@
+"""Model FLOPs of a decoder and model FLOPs utilisation (MFU), by the two conventions in use.
+
+A matrix product of [m, k] by [k, n] is 2·m·k·n FLOPs; the backward pass is twice the forward. Recomputation (remat) is
+not counted: these are the FLOPs that the model needs; `jtrain.observe.hlo` counts those that the machine does.
+
+- **causal**: matrix products that really are needed. A token attends to itself and what stands before it: (L+1)/2
+  keys on average. The embedding's look-up is no product.
+- **legacy**: 6·N + 12·layers·heads·head_dim·L a token (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT, torchtitan),
+  as if every token attended to the whole row. N is every parameter but an untied embedding table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+BACKWARD_AND_FORWARD = 3
+"""FLOPs of a training step in units of its forward pass."""
+
+
+class DecoderShape(Protocol):
+    """The numbers that decide a decoder's FLOPs (`jtrain.models.config.DecoderConfig` has them)."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Training FLOPs (forward and backward) of one token.
+
+    Attributes:
+      causal: what the mathematics needs.
+      legacy: the 6N convention, for comparison with figures published by others.
+    """
+
+    causal: float
+    legacy: float
+
+
+def matmul_parameters(shape: DecoderShape) -> int:
+    """Parameters that a token is multiplied with: projections, feed-forward, head; no embedding look-up, no norms."""
+    query = shape.num_attention_heads * shape.head_dim
+    key_value = shape.num_key_value_heads * shape.head_dim
+    attention = shape.hidden_size * (2 * query + 2 * key_value)
+    matrices = 3 if shape.activation in ("swiglu", "geglu") else 2
+    feed_forward = matrices * shape.hidden_size * shape.intermediate_size
+    return shape.num_hidden_layers * (attention + feed_forward) + shape.hidden_size * shape.vocab_size
+
+
+def decoder_flops(shape: DecoderShape, length: int, *, parameters: int | None = None) -> TokenFlops:
+    """Training FLOPs per token of a row.
+
+    Args:
+      shape: the decoder.
+      length: L, tokens of a row. Packed documents are not told apart: attention is counted over the row.
+      parameters: N of the legacy convention; by default `matmul_parameters` (norms and biases are < 0.1 % of it).
+    """
+    multiplied = matmul_parameters(shape)
+    width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    # Scores and weighted values: 2 products of 2·keys·width FLOPs.
+    causal_attention = 4 * width * (length + 1) / 2
+    full_attention = 4 * width * length
+    return TokenFlops(
+        causal=BACKWARD_AND_FORWARD * (2 * multiplied + causal_attention),
+        legacy=BACKWARD_AND_FORWARD * (2 * (multiplied if parameters is None else parameters) + full_attention),
+    )
+
+
+def mfu(flops_per_token: float, tokens_per_second_per_device: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation, a ratio (0.41 is 41 %).
+
+    Args:
+      flops_per_token: training FLOPs of a token by either convention.
+      tokens_per_second_per_device: tokens/s of one device.
+      peak: FLOP/s that one device can do at best, or None.
+    """
+    return None if not peak else flops_per_token * tokens_per_second_per_device / peak

@@ -1,0 +1,102 @@
+"""Trackers: other places that a run's figures go to, beside metrics.jsonl.
+
+A tracker that fails is dropped with a warning: a full disk or a server that is away never ends training here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from etils import epath
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """What a tracker does. A user's own class with these two methods may be given to the Trainer."""
+
+    def log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Records the figures of a step; `split` is `train` or `eval`."""
+        ...
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        ...
+
+
+class TensorBoard:
+    """Scalars in TensorBoard's event files, tagged `train/loss`, `eval/eval_loss`, …; needs no TensorFlow.
+
+    Args:
+      folder: where the event files go (`RUN/tb`).
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(os.fspath(folder), flush_secs=30)
+
+    def log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        scalars = [
+            self._summary.Value(tag=f"{split}/{name}", simple_value=float(value))
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
+        ]
+        if scalars:
+            summary = self._summary(value=scalars)
+            self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+TRACKERS: dict[str, Callable[[epath.Path], Tracker]] = {"tensorboard": lambda run_dir: TensorBoard(run_dir / "tb")}
+"""Name in `logging.trackers` -> how it is opened, given the run directory."""
+
+
+class Trackers:
+    """Several trackers as one; each is on its own.
+
+    Args:
+      names: names of `TRACKERS`.
+      run_dir: the run's directory.
+      extra: trackers that are already open.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: str | os.PathLike[str], extra: Sequence[Tracker] = ()):
+        self._open: dict[str, Tracker] = {}
+        for name in names:
+            self._guarded(name, self._add, name, epath.Path(run_dir))
+        self._open.update({f"{type(tracker).__name__}[{index}]": tracker for index, tracker in enumerate(extra)})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The trackers that still work."""
+        return tuple(self._open)
+
+    def log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.log, step, split, values)
+
+    def close(self) -> None:
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.close)
+        self._open.clear()
+
+    def _add(self, name: str, run_dir: epath.Path) -> None:
+        self._open[name] = TRACKERS[name](run_dir)
+
+    def _guarded(self, name: str, call: Callable[..., object], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:
+            self._open.pop(name, None)
+            log.warning("tracker %s failed and is left out from here on: %s: %s", name, type(error).__name__, error)

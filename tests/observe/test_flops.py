@@ -1,0 +1,51 @@
+from types import SimpleNamespace
+
+import pytest
+
+from jtrain.observe.flops import decoder_flops, matmul_parameters, mfu
+
+LLAMA3_8B = SimpleNamespace(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+    activation="swiglu",
+)
+
+
+def test_llama3_8b_multiplies_with_its_parameters_less_embedding_and_norms():
+    # 8,030,261,248 parameters (the published count) less the embedding 128256·4096 and 65 norms of 4096.
+    assert matmul_parameters(LLAMA3_8B) == 8_030_261_248 - 128256 * 4096 - 65 * 4096
+
+
+def test_the_flops_of_a_token_by_hand():
+    # One layer, D=8, 2 heads and 1 kv head of 4, plain feed-forward of 16, V=10, L=3.
+    shape = SimpleNamespace(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        intermediate_size=16,
+        vocab_size=10,
+        activation="gelu",
+    )
+    # q 8·8, k and v 8·4 each, o 8·8, up and down 8·16 each, head 8·10.
+    assert matmul_parameters(shape) == 64 + 32 + 32 + 64 + 128 + 128 + 80 == 528
+    # Tokens of the row see 1, 2 and 3 keys: 2 on average; 2 products of 2·keys·8 FLOPs.
+    assert decoder_flops(shape, 3).causal == 3 * (2 * 528 + 4 * 2 * 8)
+    assert decoder_flops(shape, 3).legacy == 6 * 528 + 12 * 1 * 2 * 4 * 3
+    assert decoder_flops(shape, 3, parameters=600).legacy == 6 * 600 + 12 * 1 * 2 * 4 * 3
+
+
+def test_the_conventions_differ_by_half_the_attention():
+    flops = decoder_flops(LLAMA3_8B, 8192)
+    assert flops.legacy - flops.causal == 6 * 32 * 4096 * (8192 - 1)
+
+
+def test_mfu_is_a_ratio_and_unknown_without_a_peak():
+    assert mfu(6e9, 50_000, 1e15) == pytest.approx(0.3)
+    assert mfu(6e9, 50_000, None) is None

@@ -1,0 +1,103 @@
+"""A user's own examples as rows: arrays, a list of dicts, a `datasets.Dataset`, any random-access sequence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jtrain.data.order import key64
+from jtrain.data.rows import IGNORE, Batch, epoch_order
+from jtrain.errors import DataError
+
+_DATA_STREAM = 0x64617461
+WEIGHT = "row_weight"
+
+
+class ArrayRows:
+    """Examples as rows, in an endless shuffled stream, or once in order.
+
+    Every row gets `row_weight` float32: 1, or 0 for the rows that fill up the last batch of an evaluation. (`labels`
+    of whole numbers are IGNORE there besides.) A loss that multiplies by it, and counts it, is exact.
+
+    Args:
+      data: arrays with one leading axis of examples by name, or a sequence of dicts of equal shapes.
+      seed: chooses the permutation of each pass.
+      shuffle: False: in order.
+      once: True: rows from len on are filling, with weight 0; False: the next pass begins.
+
+    Raises:
+      DataError: no examples, or arrays of different lengths.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        once: bool = False,
+    ):
+        if isinstance(data, Mapping):
+            self._arrays: dict[str, np.ndarray] | None = {name: np.asarray(array) for name, array in data.items()}
+            lengths = {name: len(array) for name, array in self._arrays.items()}
+            if len(set(lengths.values())) > 1:
+                raise DataError(f"the arrays of a dataset have different lengths: {lengths}")
+            self._size = next(iter(lengths.values()), 0)
+        else:
+            self._arrays = None
+            self._size = len(data)
+        if not self._size:
+            raise DataError("the dataset holds no examples")
+        self._data = data
+        self._seed = seed
+        self._shuffle = shuffle and not once
+        self._once = once
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of names, shapes and the first and last example: enough to notice another dataset at resume."""
+        ends = self._read(np.asarray([0, self._size - 1]))
+        digest = hashlib.blake2b(repr((self._size, self._shuffle)).encode(), digest_size=16)
+        for name in sorted(ends):
+            digest.update(f"{name}{ends[name].shape}{ends[name].dtype}".encode() + ends[name].tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[0] for name, values in self.rows(np.asarray([index])).items()}
+
+    def batches(self, batch_size: int) -> int:
+        """Batches that cover every row once."""
+        return -(-self._size // batch_size)
+
+    def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(0, example) of rows by number."""
+        example = epoch_order(indices, self._size, key64(self._seed, _DATA_STREAM), self._shuffle)
+        return np.zeros_like(example), example
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Rows by number, at any n >= 0."""
+        indices = np.asarray(indices, np.int64)
+        batch = self._read(self.row_ids(indices)[1])
+        past = indices >= self._size if self._once else np.zeros(len(indices), bool)
+        batch[WEIGHT] = batch.get(WEIGHT, np.ones(len(indices), np.float32)) * ~past
+        if past.any() and "labels" in batch and np.issubdtype(batch["labels"].dtype, np.signedinteger):
+            batch["labels"][past] = IGNORE
+        return batch
+
+    def _read(self, examples: np.ndarray) -> Batch:
+        if self._arrays is not None:
+            return {name: array[examples] for name, array in self._arrays.items()}
+        found = [self._data[int(example)] for example in examples]
+        try:
+            return {name: np.stack([np.asarray(item[name]) for item in found]) for name in found[0]}
+        except (KeyError, ValueError) as error:
+            raise DataError(
+                f"examples {sorted(set(examples.tolist()))[:8]} differ in their fields or shapes: {error}",
+                "Give every example the same fields, padded to the same shape.",
+            ) from error

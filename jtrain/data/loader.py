@@ -1,0 +1,134 @@
+"""Batches of step k on the devices: `loader[k]` is a function of k alone, in any order of access.
+
+Each process reads the rows that its devices hold, once, on a thread that runs ahead of the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jtrain.data.rows import Rows
+from jtrain.errors import ConfigError
+
+
+class DataLoader:
+    """Global batches, cut into micro-batches.
+
+    Row r of step k is row k * global_batch_size + r of `rows`; it stands at [r // b, r % b] of the batch, with
+    b = global_batch_size / accumulation. Every array of a row gets the two leading axes; `row` int32 [A, b] is added:
+    the row's number r within the step.
+
+    Args:
+      rows: what is read.
+      global_batch_size: rows of a step, over all devices and micro-batches.
+      accumulation: micro-batches of a step (A).
+      sharding: of the leading axes, e.g. NamedSharding(mesh, P(None, ("data", "fsdp"))).
+      prefetch: steps that are read ahead while the steps are asked for in turn; 0: none.
+      stop: the step that is never asked for, where it is known: nothing from there on is read ahead.
+
+    Attributes:
+      last_wait_seconds: how long the last `loader[k]` waited for its data.
+
+    Raises:
+      ConfigError: the rows can't be divided into micro-batches or over the devices.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        global_batch_size: int,
+        accumulation: int = 1,
+        sharding: NamedSharding,
+        prefetch: int = 2,
+        stop: int | None = None,
+    ):
+        if global_batch_size % accumulation:
+            raise ConfigError(
+                f"{global_batch_size} rows a step can't be cut into {accumulation} equal micro-batches",
+                f"global_batch_size must be a multiple of {accumulation}.",
+            )
+        self._shape = (accumulation, global_batch_size // accumulation)
+        self._rows = rows
+        self._size = global_batch_size
+        self._sharding = sharding
+        self._stop = stop
+        self._prefetch = prefetch
+        self._shardings: dict[int, NamedSharding] = {}
+        self._mine = self._local_rows()
+        self._place = np.zeros(self._shape, np.int64)
+        self._place.flat[self._mine] = np.arange(len(self._mine))
+        self._pool = ThreadPoolExecutor(max(1, min(prefetch, 2)), thread_name_prefix="jtrain-data")
+        self._ahead: dict[int, Future[dict[str, jax.Array]]] = {}
+        self._last = -1
+        self.last_wait_seconds = 0.0
+
+    def __getitem__(self, step: int) -> dict[str, jax.Array]:
+        """The batch of step >= 0; arrays [A, b, ...], sharded."""
+        started = time.perf_counter()
+        for other in [other for other in self._ahead if not step <= other <= step + self._prefetch]:
+            self._ahead.pop(other).cancel()
+        in_turn = step == self._last + 1
+        self._last = step
+        future = self._ahead.pop(step, None)
+        if in_turn:
+            for later in range(step + 1, step + 1 + self._prefetch):
+                if later not in self._ahead and (self._stop is None or later < self._stop):
+                    self._ahead[later] = self._pool.submit(self._read, later)
+        batch = self._read(step) if future is None else future.result()
+        self.last_wait_seconds = time.perf_counter() - started
+        return batch
+
+    def close(self) -> None:
+        """Ends the threads. The loader can't be used afterwards."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, step: int) -> dict[str, jax.Array]:
+        host = dict(self._rows.rows(step * self._size + self._mine))
+        host["row"] = self._mine.astype(np.int32)
+        return {name: self._put(values) for name, values in host.items()}
+
+    def _put(self, values: np.ndarray) -> jax.Array:
+        values = np.asarray(values)
+        values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+        shape = (*self._shape, *values.shape[1:])
+        if len(self._mine) == self._size:
+            whole = values.reshape(shape)
+            return jax.make_array_from_callback(shape, self._sharding_of(len(shape)), lambda index: whole[index])
+        return jax.make_array_from_callback(
+            shape, self._sharding_of(len(shape)), lambda index: values[self._place[index[:2]]][(..., *index[2:])]
+        )
+
+    def _sharding_of(self, rank: int) -> NamedSharding:
+        """The sharding for arrays of this rank: [A, b] has no axis for a token spec."""
+        if rank not in self._shardings:
+            spec = PartitionSpec(*tuple(self._sharding.spec)[:rank])
+            self._shardings[rank] = NamedSharding(self._sharding.mesh, spec)
+        return self._shardings[rank]
+
+    def _local_rows(self) -> np.ndarray:
+        """Numbers, within a step, of the rows that this process's devices hold; rising."""
+        try:
+            indices = self._sharding_of(2).addressable_devices_indices_map(self._shape)
+        except ValueError as error:
+            raise ConfigError(
+                f"the {self._shape[1]} rows of a micro-batch can't be divided over the mesh "
+                f"{dict(self._sharding.mesh.shape)} by {self._sharding.spec}",
+                "Change global_batch_size, gradient_accumulation_steps or the mesh.",
+            ) from error
+        held = np.zeros(self._shape, bool)
+        for index in indices.values():
+            held[index] = True
+        return np.flatnonzero(held)

@@ -1,0 +1,156 @@
+"""Packing plans: which pieces of which documents share a row. Planned once over the lengths, then indexed.
+
+A plan is three arrays: pieces, sorted by row, as (start in the token stream, length), and the first piece of each
+row. Every piece is a segment of its row: attention and positions do not cross it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Packing = Literal["best_fit", "concat", "none"]
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of pieces.
+
+    Attributes:
+      starts: int64 [pieces], place in the token stream.
+      lengths: int32 [pieces], tokens; at least 1.
+      first: int64 [rows + 1]; row r holds the pieces first[r] ... first[r + 1] - 1.
+      max_length: tokens that a row can hold.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    first: np.ndarray
+    max_length: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def fill(self) -> float:
+        """Share of the rows' places that hold a token."""
+        return self.tokens / max(1, self.rows * self.max_length)
+
+
+def plan_rows(edges: np.ndarray, max_length: int, packing: Packing) -> Plan:
+    """Plans the rows of consecutive documents.
+
+    best_fit: documents that fit are never cut; longer ones are cut into pieces of max_length, and the tails are
+    packed like documents. Best-fit decreasing (Johnson 1973). Rows are in the order of their first document.
+    concat: the stream, cut every max_length tokens; only the last row can have padding.
+    none: one document (or one piece of a longer one) a row.
+
+    Args:
+      edges: int64 [documents + 1], rising; document d is the tokens edges[d] ... edges[d + 1] - 1.
+      max_length: tokens of a row.
+    """
+    edges = np.asarray(edges, np.int64)
+    if packing == "concat":
+        cuts = np.arange(edges[0], edges[-1], max_length)
+        starts = np.union1d(edges[:-1][np.diff(edges) > 0], cuts)
+        lengths = np.diff(np.append(starts, edges[-1]))
+        return _plan(starts, lengths, (starts - edges[0]) // max_length, len(cuts), max_length)
+    starts, lengths = _cut(edges, max_length)
+    if packing == "none":
+        return _plan(starts, lengths, np.arange(len(starts)), len(starts), max_length)
+    descending = np.argsort(-lengths, kind="stable")
+    bins = np.empty(len(lengths), np.int64)
+    bins[descending], count = _best_fit(lengths[descending], max_length)
+    _, first_piece = np.unique(bins, return_index=True)
+    rank = np.empty(count, np.int64)
+    rank[np.argsort(first_piece)] = np.arange(count)
+    return _plan(starts, lengths, rank[bins], count, max_length)
+
+
+def split_edges(edges: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Holds out the last `fraction` of the tokens: (edges of the first part, edges of the held-out part).
+
+    The cut is the document boundary that is nearest, if that holds out between half and twice of what was asked
+    for; otherwise (few documents, or one) it goes through a document.
+    """
+    begin, end = int(edges[0]), int(edges[-1])
+    wanted = fraction * (end - begin)
+    inner = edges[1:-1]
+    if len(inner):
+        boundary = int(inner[np.argmin(np.abs(inner - (end - wanted)))])
+        if wanted / 2 <= end - boundary <= wanted * 2:
+            place = int(np.searchsorted(edges, boundary))
+            return edges[: place + 1], edges[place:]
+    cut = end - round(wanted)
+    place = int(np.searchsorted(edges, cut))
+    cut_edge = np.asarray([cut], np.int64)
+    return (
+        np.concatenate([edges[:place], cut_edge]),
+        np.concatenate([cut_edge, edges[place:] if edges[place] != cut else edges[place + 1 :]]),
+    )
+
+
+def _cut(edges: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces of at most max_length tokens, in stream order: (starts, lengths)."""
+    counts = -(-np.diff(edges) // max_length)
+    document = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = edges[document] + within * max_length
+    return starts, np.minimum(edges[document + 1] - starts, max_length)
+
+
+def _best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Best-fit of lengths in descending order: (bin of each, number of bins).
+
+    Works on classes: all bins with the same free space are alike, and so are all pieces of one length, so a whole
+    run of equal pieces is placed at once. `free` has bit r set when a bin with r free places exists.
+    """
+    result = np.empty(len(lengths), np.int64)
+    bins_by_space: dict[int, list[int]] = {}
+    free = 0
+    count = 0
+    values, run_starts = np.unique(-lengths, return_index=True)
+    run_ends = np.append(run_starts[1:], len(lengths))
+    for length, place, end in zip((-values).tolist(), run_starts.tolist(), run_ends.tolist(), strict=True):
+        while place < end:
+            candidates = free >> length
+            if candidates:
+                space = length + (candidates & -candidates).bit_length() - 1
+                available = bins_by_space[space]
+                # The tightest bin stays the tightest after a piece of this length, so it takes all it can.
+                each = space // length
+                wanted = -(-(end - place) // each)
+                taken = available[-wanted:]
+                del available[-wanted:]
+                if not available:
+                    free &= ~(1 << space)
+            else:
+                space = capacity
+                each = capacity // length
+                wanted = -(-(end - place) // each)
+                taken = list(range(count, count + wanted))
+                count += wanted
+            placed = min(end - place, each * len(taken))
+            result[place : place + placed] = np.repeat(np.asarray(taken), each)[:placed]
+            place += placed
+            last = placed - each * (len(taken) - 1)
+            for space_left, bins in ((space - each * length, taken[:-1]), (space - last * length, taken[-1:])):
+                if bins and space_left:
+                    bins_by_space.setdefault(space_left, []).extend(bins)
+                    free |= 1 << space_left
+    return result, count
+
+
+def _plan(starts: np.ndarray, lengths: np.ndarray, row: np.ndarray, rows: int, max_length: int) -> Plan:
+    order = np.argsort(row, kind="stable")
+    first = np.zeros(rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=rows), out=first[1:])
+    return Plan(starts[order].astype(np.int64), lengths[order].astype(np.int32), first, max_length)

@@ -1,0 +1,254 @@
+"""Rows of tokens from stores and plans: training rows in an endless shuffled stream, evaluation rows in order.
+
+Shape legend: n rows asked for, L tokens of a row, V vocabulary. A batch of rows is a dict of arrays:
+  input_ids     int32 [n, L]
+  labels        int32 [n, L]  the token at each place; IGNORE where it is not a target (first of a segment, padding)
+  segment_ids   int32 [n, L]  0 in padding, then 1, 2, ... for the documents of the row
+  position_ids  int32 [n, L]  from 0 in every segment
+  bytes         int32 [n]     UTF-8 bytes that the row's targets stand for; 0 where the tokenizer cannot tell
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jtrain.data.order import Mixture, key64, permute
+from jtrain.data.packing import Plan
+from jtrain.data.store import TokenStore
+from jtrain.errors import ConfigError, DataError
+
+IGNORE = -100
+Batch = dict[str, np.ndarray]
+# "data" in ASCII: keeps these keys apart from those of other random streams of the same seed.
+_DATA_STREAM = 0x64617461
+
+
+class Rows(Protocol):
+    """What a loader reads: row n of an endless sequence (training), or of one that ends in padding (evaluation)."""
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        ...
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Rows by number, at any n >= 0: arrays with a leading axis n."""
+        ...
+
+
+class PackedRows:
+    """The planned rows of one store, in the order of the plan.
+
+    Args:
+      store: the tokens.
+      plan: the pieces of each row.
+      token_bytes: int [V], UTF-8 bytes that each token stands for, or None: not known.
+      pad_id: token that stands in padding; it is never attended to and never a target.
+    """
+
+    def __init__(self, store: TokenStore, plan: Plan, *, token_bytes: np.ndarray | None = None, pad_id: int = 0):
+        self.plan = plan
+        self.store = store
+        self._tokens = np.asarray(store.tokens)
+        self._token_bytes = None if token_bytes is None else np.asarray(token_bytes, np.int32)
+        self._pad_id = pad_id
+
+    def __len__(self) -> int:
+        return self.plan.rows
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Rows by number in [0, len)."""
+        plan, length = self.plan, self.plan.max_length
+        shape = (len(indices), length)
+        first = plan.first[indices]
+        pieces_each = plan.first[np.asarray(indices) + 1] - first
+        # Every row ends with one more slot, its padding (often of no tokens), so that the slots tile the output.
+        slots_each = pieces_each + 1
+        slot_first = np.cumsum(slots_each) - slots_each
+        padding = slot_first + pieces_each
+        within = _ramps(slots_each)
+        is_piece = np.ones(len(within), bool)
+        is_piece[padding] = False
+        piece = (np.repeat(first, slots_each) + within)[is_piece]
+
+        sizes = np.zeros(len(within), np.int64)
+        sizes[is_piece] = plan.lengths[piece]
+        if len(indices):
+            sizes[padding] = length - np.add.reduceat(sizes, slot_first)
+        target = np.cumsum(sizes) - sizes
+        source = np.zeros(len(within), np.int64)
+        source[is_piece] = plan.starts[piece]
+
+        segment = (within + 1).astype(np.int32)
+        segment[padding] = 0
+        segment_ids = np.repeat(segment, sizes)
+        places = np.arange(segment_ids.size) + np.repeat(source - target, sizes)
+        # clip: the padding's own places may lie outside; they are overwritten below.
+        ids = self._tokens.take(places, mode="clip").astype(np.int32)
+        positions = np.arange(segment_ids.size, dtype=np.int32) - np.repeat(target.astype(np.int32), sizes)
+        labels = ids.copy()
+        labels[target[is_piece]] = IGNORE
+        if sizes[padding].any():
+            padded = segment_ids == 0
+            ids[padded] = self._pad_id
+            positions[padded] = 0
+            labels[padded] = IGNORE
+        return {
+            "input_ids": ids.reshape(shape),
+            "labels": labels.reshape(shape),
+            "segment_ids": segment_ids.reshape(shape),
+            "position_ids": positions.reshape(shape),
+            "bytes": self._count_bytes(ids, labels).reshape(shape).sum(1, dtype=np.int32),
+        }
+
+    def _count_bytes(self, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        if self._token_bytes is None:
+            return np.zeros_like(ids)
+        return self._token_bytes.take(ids, mode="clip") * (labels != IGNORE)
+
+
+class TrainRows:
+    """An endless stream of rows; row n is a function of (seed, n) alone.
+
+    Without weights the sources are one pool, and an epoch is one pass over all of it in an order of its own. With
+    weights, source s gives its share of every stretch of the stream and starts its own next epoch when it is used
+    up; an epoch of the stream is then as many rows as the sources hold together.
+
+    Args:
+      sources: the rows of each source.
+      seed: chooses the permutations.
+      weights: one positive number a source, or empty.
+      shuffle: False: the sources' own order, the same in every epoch.
+
+    Raises:
+      DataError: there are no rows.
+    """
+
+    def __init__(
+        self, sources: Sequence[PackedRows], *, seed: int, weights: Sequence[float] = (), shuffle: bool = True
+    ):
+        if weights and len(weights) != len(sources):
+            raise ConfigError(
+                f"data.weights has {len(weights)} numbers for {len(sources)} sources", "Give one weight a source."
+            )
+        self.sources = tuple(sources)
+        self._sizes = [len(source) for source in sources]
+        if not self._sizes or not min(self._sizes if weights else [sum(self._sizes)]):
+            raise DataError("the training data holds no rows", "Check data.train: the files may be empty.")
+        self._offsets = np.cumsum([0, *self._sizes])
+        self._seed = seed
+        self._shuffle = shuffle
+        self._mixture = Mixture(weights) if weights else None
+        self.fingerprint = _fingerprint(sources, list(weights), shuffle)
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, index: int) -> Batch:
+        """Row n >= 0, without the leading axis."""
+        return {name: values[0] for name, values in self.rows(np.asarray([index])).items()}
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Rows of the stream by number, at any n >= 0."""
+        source, row = self.row_ids(indices)
+        return _gather(self.sources, source, row)
+
+    def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where rows of the stream come from: (source, row of that source), int64 [n] each."""
+        indices = np.asarray(indices, np.int64)
+        if self._mixture is None:
+            pooled = epoch_order(indices, len(self), key64(self._seed, _DATA_STREAM), self._shuffle)
+            source = np.searchsorted(self._offsets, pooled, side="right") - 1
+            return source, pooled - self._offsets[source]
+        source, place = self._mixture.locate(indices)
+        row = np.empty_like(place)
+        for number in np.unique(source).tolist():
+            mine = source == number
+            key = key64(self._seed, _DATA_STREAM, number)
+            row[mine] = epoch_order(place[mine], self._sizes[number], key, self._shuffle)
+        return source, row
+
+
+class EvalRows:
+    """Rows in order, once. Rows past the end hold no target, so that a last partial batch is counted exactly.
+
+    Raises:
+      DataError: there are no rows.
+    """
+
+    def __init__(self, sources: Sequence[PackedRows]):
+        self.sources = tuple(sources)
+        self._offsets = np.cumsum([0, *(len(source) for source in sources)])
+        if not len(self):
+            raise DataError("the evaluation data holds no rows", "Check data.eval: the files may be empty.")
+        self.fingerprint = _fingerprint(sources, [], False)
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[0] for name, values in self.rows(np.asarray([index])).items()}
+
+    def batches(self, batch_size: int) -> int:
+        """Batches that cover every row once."""
+        return -(-len(self) // batch_size)
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Rows by number, at any n >= 0; those from len on have no live label, no segment and no bytes."""
+        indices = np.asarray(indices, np.int64)
+        past = indices >= len(self)
+        inside = np.where(past, 0, indices)
+        source = np.searchsorted(self._offsets, inside, side="right") - 1
+        batch = _gather(self.sources, source, inside - self._offsets[source])
+        if past.any():
+            for name, blank in (("labels", IGNORE), ("segment_ids", 0), ("position_ids", 0), ("bytes", 0)):
+                batch[name][past] = blank
+        return batch
+
+
+def epoch_order(places: np.ndarray, size: int, key: int, shuffle: bool = True) -> np.ndarray:
+    """Items at `places` of an endless sequence of passes over range(size), each pass in an order of its own."""
+    places = np.asarray(places, np.int64)
+    epoch, within = np.divmod(places, size)
+    if not shuffle:
+        return within
+    result = np.empty_like(within)
+    for number in np.unique(epoch).tolist():
+        mine = epoch == number
+        result[mine] = permute(within[mine], size, key64(key, number))
+    return result
+
+
+def _gather(sources: Sequence[PackedRows], source: np.ndarray, row: np.ndarray) -> Batch:
+    """Rows of several sources in the order asked for."""
+    if len(sources) == 1:
+        return sources[0].rows(row)
+    parts = [(np.flatnonzero(source == number), read.rows) for number, read in enumerate(sources)]
+    return merge([(places, read(row[places])) for places, read in parts if len(places)], len(source))
+
+
+def merge(parts: Sequence[tuple[np.ndarray, Batch]], count: int) -> Batch:
+    """One batch of `count` rows from parts and the places of their rows."""
+    batch = {name: np.empty((count, *values.shape[1:]), values.dtype) for name, values in parts[0][1].items()}
+    for places, part in parts:
+        for name, values in part.items():
+            batch[name][places] = values
+    return batch
+
+
+def _ramps(sizes: np.ndarray) -> np.ndarray:
+    """0 ... size - 1 for each size, one behind the other."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def _fingerprint(sources: Sequence[PackedRows], *parts: object) -> str:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
+    for source in sources:
+        digest.update(source.store.fingerprint.encode())
+        for array in (source.plan.first, source.plan.starts[:1], source.plan.starts[-1:]):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(str(source.plan.max_length).encode())
+    return digest.hexdigest()

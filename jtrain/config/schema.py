@@ -6,23 +6,76 @@ Words are Hugging Face's where they exist. The docstring under a field is its he
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true", "auto"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
-Duration = int | float | str
+
+DURATION = re.compile(
+    r"(?P<number>\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)\s*(?P<unit>%|steps?|epochs?|tokens?)?"
+)
+"""The text form of a `Duration`: a number that is not negative, and perhaps a unit."""
+
+
+def _duration(value: Any) -> Any:
+    """Numbers in their one form: `"100"`, `100.0` and `"100 steps"` are the int 100; other units stay text."""
+    if isinstance(value, bool):
+        raise ValueError("not a length of training")
+    if isinstance(value, str):
+        match = DURATION.fullmatch(value.strip())
+        if match is None:
+            raise ValueError("not a length of training")
+        number, unit = float(match["number"]), (match["unit"] or "").rstrip("s")
+        if unit not in ("", "step"):
+            return value.strip()
+        value = number
+    if isinstance(value, int | float):
+        if not 0 <= value < float("inf") or (value >= 1 and value != int(value)):
+            raise ValueError("not a length of training")
+        return value if 0 < value < 1 else int(value)
+    return value
+
+
+def _one_or_many(value: Any) -> Any:
+    """A single text is a list of one."""
+    return (str(value),) if isinstance(value, str | os.PathLike) else value
+
+
+def _held_out(value: Any) -> Any:
+    """A fraction, also as text; 0 is none; else paths."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return (value,)
+    if isinstance(value, os.PathLike):
+        return (str(value),)
+    return None if not isinstance(value, bool) and value == 0 else value
+
+
+Duration = Annotated[int | float | str, BeforeValidator(_duration)]
 """A length of training: steps (`100`), a ratio of the run (`0.05`), or a string: `5%`, `2 epochs`, `1e9 tokens`."""
+Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        validate_default=True,
+    )
 
 
 class DistributedConfig(Section):
@@ -48,23 +101,33 @@ class ModelConfig(Section):
     vocab_size: Positive | None = None
     """Rows of the embedding; by default the tokenizer's size."""
     hidden_size: Positive | None = None
+    """Width D of the residual stream."""
     intermediate_size: Positive | None = None
+    """Width F of the feed-forward."""
     num_hidden_layers: Positive | None = None
+    """Number of layers."""
     num_attention_heads: Positive | None = None
+    """Number of query heads."""
     num_key_value_heads: Positive | None = None
+    """Number of key and value heads; fewer than query heads is grouped-query attention."""
     head_dim: Positive | None = None
+    """Width of a head; by default hidden_size / num_attention_heads."""
     max_position_embeddings: Positive | None = None
     """Longest row that the model takes; `max_length` may not exceed it."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary position embedding."""
     tie_word_embeddings: bool | None = None
     """Whether the output head is the embedding table."""
     norm: Literal["rmsnorm", "layernorm"] | None = None
+    """Kind of normalisation."""
     norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Added to the variance before its root."""
     activation: Literal["swiglu", "geglu", "gelu"] | None = None
     """Feed-forward: gated (swiglu, geglu) or plain (gelu)."""
     attention_bias: bool | None = None
     """Biases on the query, key, value and output projections."""
     mlp_bias: bool | None = None
+    """Biases on the feed-forward projections."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Rate of dropout on the embedding and on both residual branches."""
     initializer_range: Annotated[float, Field(gt=0)] | None = None
@@ -72,11 +135,11 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: tuple[str, ...] = ()
+    train: Strings = ()
     """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record. Several sources are a mixture."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
-    eval: float | tuple[str, ...] | None = None
+    eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(_held_out)] = None
     """Paths, or a fraction of the training data held out from its end."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json or a SentencePiece .model."""
@@ -101,6 +164,25 @@ class DataConfig(Section):
     prefetch: NotNegative = 2
     """Batches that are read ahead of the step."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_with_weights(cls, data: Any) -> Any:
+        """`train: [{path: a.txt, weight: 2}, ...]` is `train` and `weights`."""
+        if not isinstance(data, dict) or not isinstance(data.get("train"), list | tuple):
+            return data
+        sources = data["train"]
+        if not any(isinstance(source, dict) for source in sources):
+            return data
+        if data.get("weights"):
+            raise ValueError("weights stand either beside the paths or in `weights`")
+        for source in sources:
+            if not isinstance(source, dict) or set(source) - {"path", "weight"} or "path" not in source:
+                raise ValueError("every source must be {path: ..., weight: ...}")
+        weights = [source["weight"] for source in sources if source.get("weight") is not None]
+        if weights and len(weights) != len(sources):
+            raise ValueError("give every source a weight, or none")
+        return {**data, "train": tuple(source["path"] for source in sources), "weights": tuple(weights)}
+
 
 class MeshConfig(Section):
     data: int = -1
@@ -120,11 +202,11 @@ class MeshConfig(Section):
 
 
 class ShardingConfig(Section):
-    rules: dict[str, tuple[str, ...]] = {}
+    rules: dict[str, Strings] = {}
     """Overrides of the table logical axis -> mesh axes, e.g. `{mlp: [tensor], embed: [fsdp]}`."""
-    optimizer_axes: tuple[str, ...] = ()
+    optimizer_axes: Strings = ()
     """Mesh axes that divide the optimizer state beyond the parameters' own (zero1: data)."""
-    gradient_axes: tuple[str, ...] = ()
+    gradient_axes: Strings = ()
     """Mesh axes that divide the accumulated gradients beyond the parameters' own (zero2: data)."""
     offload_optimizer: bool = False
     """Optimizer state lives in host memory (pinned_host) between steps. TPU and GPU."""
@@ -143,6 +225,7 @@ class LossConfig(Section):
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """Kind of optimizer."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 3.0e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
@@ -152,11 +235,12 @@ class OptimizerConfig(Section):
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Second-moment decay; adafactor: its decay exponent stays 0.8, and this is not read."""
     eps: Annotated[float, Field(gt=0.0)] = 1.0e-8
+    """Added to the root of the second moment."""
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
     decay_rules: tuple[tuple[str, float], ...] = ((r".*(norm|bias).*", 0.0), (r".*", 1.0))
     """Pattern of a parameter's path -> multiple of weight_decay. The first match counts; every parameter must match."""
-    freeze: tuple[str, ...] = ()
+    freeze: Strings = ()
     """Patterns of parameter paths that are not trained. Each must match a parameter."""
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Decay of an exponential moving average of the parameters, kept beside them; 0: none."""
@@ -164,8 +248,9 @@ class OptimizerConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["constant", "linear", "cosine", "wsd", "rsqrt"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: Duration = 0.05
-    """Update k of the first w uses learning_rate * k / w."""
+    """Update k of the first w uses learning_rate * k / w. A number below 1 is a ratio of the run."""
     min_ratio: Ratio = 0.1
     """The last update's learning rate, as a ratio of the peak."""
     decay_steps: Duration = 0.2
@@ -182,6 +267,7 @@ class CheckpointConfig(Section):
     best: str | None = "eval_loss"
     """Evaluation metric whose best checkpoint is kept."""
     best_mode: Literal["min", "max"] = "min"
+    """Whether the best is the smallest or the largest."""
     keep_best: Positive = 1
     """How many of the best are kept."""
     resume: Literal["auto", "never"] | NotNegative = "auto"
@@ -205,7 +291,7 @@ class EvalConfig(Section):
     """Ends the run after this many evaluations in a row without a better `checkpoint.best`; 0: never."""
     early_stopping_threshold: Annotated[float, Field(ge=0.0)] = 0.0
     """What counts as better."""
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Strings = ()
     """Texts that are continued and printed when the run ends."""
     sample_tokens: Positive = 64
     """Tokens of such a continuation."""
@@ -215,9 +301,11 @@ class EvalConfig(Section):
 
 class LoggingConfig(Section):
     log_every_n_steps: Positive = 10
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Distance of log lines; also the first and the last step are logged."""
+    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_one_or_many)] = ("tensorboard",)
     """Beside metrics.jsonl, which is always written."""
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is shown."""
 
 
 class FaultsConfig(Section):
@@ -229,9 +317,11 @@ class FaultsConfig(Section):
 
 class Config(Section):
     task: Literal["pretrain"] = "pretrain"
+    """What is trained."""
     run_dir: str = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
     seed: NotNegative = 42
+    """Seed of the initial parameters, the order of the data and dropout."""
     max_steps: Duration | None = None
     """Optimizer updates of the run; also `2 epochs` or `1e9 tokens`."""
     num_train_epochs: Annotated[float, Field(gt=0)] | None = None
@@ -247,11 +337,13 @@ class Config(Section):
     fast_dev_run: bool | NotNegative = False
     """true or n: n (1) training and evaluation batches, no checkpoint, no tracker."""
     precision: Precision = "bf16-mixed"
+    """Numbers of the computation and the parameters. mixed: float32 parameters; true: all in that type; auto: bf16-mixed where the hardware has it, else 32-true."""
     deterministic: bool = False
     """GPU: deterministic kernels and fixed autotuning. CPU and TPU are deterministic anyway."""
     strategy: Strategy | None = None
     """Shorthand for a mesh and sharding: ddp, zero1, zero2, zero3 (= fsdp) over all devices."""
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    """Kind of device; auto takes the fastest that is there."""
     devices: Literal["auto"] | Positive = "auto"
     """Devices of the whole run; n processes hold devices / n each. On cpu that many are made."""
     compile_cache: str = "auto"

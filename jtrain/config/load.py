@@ -1,0 +1,140 @@
+"""From files, environment, flags and Python to one checked, frozen `Config`. Flag > environment > file > default."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jtrain.config import layers, names, paths, rules
+from jtrain.config.layers import Layer
+from jtrain.config.schema import Config
+from jtrain.config.yaml_file import nested, read_yaml
+from jtrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+
+def load_config(
+    source: Source = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    env: Mapping[str, str] | None = None,
+) -> Config:
+    """The config of a run: checked, with aliases and short forms resolved.
+
+    Args:
+      source: a YAML file, the bare name of a recipe, a mapping of the same shape, a Config, or None for defaults.
+      overrides: flags as on the command line (`["--mesh.fsdp", "4"]`, also `["mesh.fsdp=4"]`), or a mapping.
+      env: the environment; `os.environ` by default.
+
+    Raises:
+      ConfigError: a name, value or combination that is not allowed; the message names it, its place and the remedy.
+    """
+    weaker = from_environment(env).over(from_source(source))
+    if isinstance(overrides, Mapping):
+        return build(layers.from_mapping(overrides, str).over(weaker))
+    if not overrides:
+        return build(weaker)
+    from jtrain.config import flags
+
+    return flags.load(list(overrides), weaker)
+
+
+def from_source(source: Source) -> Layer:
+    """The layer of a file, a recipe, a mapping or a config."""
+    if source is None:
+        return Layer()
+    if isinstance(source, Config):
+        return layers.from_config(source)
+    if isinstance(source, Mapping):
+        return layers.from_mapping(source, str)
+    return from_file(paths.find_config(source))
+
+
+def from_file(file: Path) -> Layer:
+    """The layer of a YAML file. Its paths are relative to it; what a recipe writes goes to the working directory."""
+    name = str(file)
+    try:
+        data, lines = read_yaml(file.read_bytes().decode("utf-8"), name)
+    except OSError as error:
+        raise ConfigError(f"{name}: can't be read: {error.strerror}", "Check the file's permissions.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 (byte {error.start})", "Save the file as UTF-8 text.") from None
+    if data is None:
+        return Layer()
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: a {type(data).__name__}, not a mapping", "Write lines such as `max_steps: 300`.")
+    written = {".".join(names.plain(part) for part in path.split(".")): line for path, line in lines.items()}
+
+    def place(path: str) -> str:
+        line = next((written[p] for p in (path, path.partition(".")[0]) if p in written), None)
+        return f"{name} line {line}: {path}" if line else f"{name}: {path}"
+
+    layer = layers.from_mapping(data, place)
+    is_recipe = file.resolve().parent == paths.recipe_folder()
+    for path, value in layer.values.items():
+        folder = Path.cwd() if is_recipe and path in paths.OUTPUTS else file.parent
+        layer.values[path] = paths.map_paths(path, value, paths.relative_to(folder))
+    return layer
+
+
+def from_environment(env: Mapping[str, str] | None) -> Layer:
+    """The layer of the variables that begin with `JTRAIN_`."""
+    return layers.from_environment(os.environ if env is None else env, logger.warning)
+
+
+def build(layer: Layer) -> Config:
+    """The config of a layer: every field is checked by itself, then against the others."""
+    return rules.check(validate(layer))
+
+
+def validate(layer: Layer) -> Config:
+    """The config of a layer, with every field checked by itself.
+
+    Raises:
+      ConfigError: a value that its field does not take.
+    """
+    for path, value in layer.values.items():
+        foreseen = names.NOT_BUILT.get(path, ())
+        if isinstance(value, str) and value in foreseen:
+            raise layers.not_built(path, value, layer.origin[path])
+        if isinstance(value, bool) and not (names.takes(path, bool)):
+            raise invalid(path, value, layer.origin[path])
+    try:
+        return Config.model_validate(nested(layer.values))
+    except ValidationError as error:
+        raise from_validation(error, layer) from None
+
+
+def from_validation(error: ValidationError, layer: Layer) -> ConfigError:
+    """The first mistake that pydantic found, in our words."""
+    mistake = error.errors()[0]
+    path = ""
+    for part in mistake["loc"]:
+        longer = f"{path}.{part}" if path else str(part)
+        if longer not in names.fields() and longer not in names.sections():
+            break
+        path = longer
+    if path in names.fields():
+        return invalid(path, layer.values.get(path), layer.origin.get(path, path))
+    reason = str(mistake.get("ctx", {}).get("error", mistake["msg"]))
+    return ConfigError(f"{layer.origin.get(path + '.train', path)}: {reason}", "`jtrain config docs` shows the form.")
+
+
+def invalid(path: str, value: Any, origin: str) -> ConfigError:
+    """The error for a value that its field does not take."""
+    remedy = f"Write {names.expected(path)}."
+    words = names.choices(path)
+    if words and isinstance(value, str):
+        meant = names.nearest(value, words)
+        remedy += f" Did you mean {meant}?" if meant else ""
+    if path == "max_steps" and value == -1:
+        remedy = "Leave max_steps out and write num_train_epochs."
+    named = origin if origin.endswith(path) or ":" not in origin else f"{origin} ({path})"
+    return ConfigError(f"{named}: {value!r} is not allowed", remedy)

@@ -1,0 +1,276 @@
+"""Names of fields: one table of aliases, the nearest right name for a wrong one, and what a field takes."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from jtrain.config.schema import Config, Duration, Section
+from jtrain.errors import ConfigError
+
+ROOT: type[Section] = Config
+
+
+@functools.cache
+def sections() -> dict[str, type[Section]]:
+    """Section name -> its model."""
+    return {
+        name: field.annotation
+        for name, field in ROOT.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+@functools.cache
+def fields() -> dict[str, FieldInfo]:
+    """Dotted path of every field that holds a value -> its description; in the order of the schema."""
+    flat: dict[str, FieldInfo] = {}
+    for name, field in ROOT.model_fields.items():
+        if name in sections():
+            flat.update({f"{name}.{leaf}": info for leaf, info in sections()[name].model_fields.items()})
+        else:
+            flat[name] = field
+    return flat
+
+
+class Alias(NamedTuple):
+    """A name from another trainer: the field it stands for, and how its value is translated."""
+
+    name: str
+    target: str
+    origin: str
+    convert: Callable[[Any], Any] | None = None
+    note: str = ""
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "false": False, "1": True, "0": False, "none": False, "yes": True, "no": False}
+    if str(value).lower() not in words:
+        raise ConfigError(f"{name}: {value!r} is neither true nor false", f"Write `{name}: true` or leave it out.")
+    return words[str(value).lower()]
+
+
+def _precision(name: str, precision: str) -> Callable[[Any], Any]:
+    return lambda value: precision if _flag(name, value) else None
+
+
+def _remat(value: Any) -> str:
+    return "full" if _flag("gradient_checkpointing", value) else "none"
+
+
+def _resume(value: Any) -> Any:
+    if value is None or str(value).lower() in ("true", "false"):
+        return "auto" if str(value).lower() == "true" else "never"
+    return value
+
+
+def _trackers(value: Any) -> Any:
+    if value is None or value == "none" or value == ["none"]:
+        return []
+    return ["tensorboard"] if value == "all" else value
+
+
+_SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "rsqrt",
+    "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": "cosine",
+}
+
+
+def _schedule(value: Any) -> Any:
+    return _SCHEDULES.get(value, value) if isinstance(value, str) else value
+
+
+_HF, _LIGHTNING, _SHORT = "Hugging Face", "Lightning", "short"
+ALIASES: dict[str, Alias] = {
+    alias.name: alias
+    for alias in (
+        Alias("output_dir", "run_dir", _HF),
+        Alias("per_device_train_batch_size", "per_device_batch_size", _HF),
+        Alias("max_seq_length", "max_length", _HF),
+        Alias("learning_rate", "optimizer.learning_rate", _HF),
+        Alias("weight_decay", "optimizer.weight_decay", _HF),
+        Alias("adam_beta1", "optimizer.beta1", _HF),
+        Alias("adam_beta2", "optimizer.beta2", _HF),
+        Alias("adam_epsilon", "optimizer.eps", _HF),
+        Alias("max_grad_norm", "optimizer.max_grad_norm", _HF),
+        Alias(
+            "lr_scheduler_type", "schedule.name", _HF, _schedule, "inverse_sqrt is rsqrt, warmup_stable_decay is wsd"
+        ),
+        Alias("warmup_steps", "schedule.warmup_steps", _HF),
+        Alias("warmup_ratio", "schedule.warmup_steps", _HF),
+        Alias("label_smoothing_factor", "loss.label_smoothing", _HF),
+        Alias("bf16", "precision", _HF, _precision("bf16", "bf16-mixed"), "true is bf16-mixed"),
+        Alias("fp16", "precision", _HF, _precision("fp16", "16-mixed"), "true is 16-mixed"),
+        Alias("gradient_checkpointing", "model.remat", _HF, _remat, "true is full, false is none"),
+        Alias("logging_steps", "logging.log_every_n_steps", _HF),
+        Alias("report_to", "logging.trackers", _HF, _trackers, "none is an empty list"),
+        Alias("eval_steps", "eval.eval_steps", _HF),
+        Alias("save_steps", "checkpoint.save_steps", _HF),
+        Alias("save_total_limit", "checkpoint.save_total_limit", _HF),
+        Alias("resume_from_checkpoint", "checkpoint.resume", _HF, _resume, "true is auto, false is never"),
+        Alias("accumulate_grad_batches", "gradient_accumulation_steps", _LIGHTNING),
+        Alias("gradient_clip_val", "optimizer.max_grad_norm", _LIGHTNING),
+        Alias("max_epochs", "num_train_epochs", _LIGHTNING),
+        Alias("log_every_n_steps", "logging.log_every_n_steps", _LIGHTNING),
+        Alias("init_from", "checkpoint.init_from", _SHORT),
+        Alias("resume", "checkpoint.resume", _SHORT),
+        Alias("preset", "model.preset", _SHORT),
+    )
+}
+
+NOT_BUILT = {
+    "task": ("sft", "dpo", "reward", "grpo", "ppo", "distill"),
+    "strategy": ("auto",),
+    "mesh": ("auto",),
+    "precision": ("fp8-mixed",),
+}
+"""Values that the words of the config foresee and that do not exist yet."""
+
+
+def plain(name: str) -> str:
+    """The name as the schema spells it: underscores."""
+    return name.replace("-", "_")
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` most likely means, or None."""
+    choices = list(choices)
+    lowered = {choice.lower(): choice for choice in reversed(choices)}
+    begun = [choice for choice in choices if len(word) > 1 and choice.lower().startswith(word.lower())]
+    if begun:
+        return begun[0]
+    found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def nearest_name(name: str) -> str | None:
+    """The field, section or alias that a wrong dotted name most likely means.
+
+    A leaf that stands in another section counts too: `fsdp` is `mesh.fsdp`.
+    """
+    names = [*fields(), *sections(), *ALIASES]
+    leaf = name.rpartition(".")[2]
+    exact = [field for field in fields() if field.rpartition(".")[2] == leaf]
+    if exact:
+        return exact[0]
+    section = name.partition(".")[0] + "."
+    own = [field for field in names if field.startswith(section)]
+    return nearest(name, own) or nearest(name, names) or nearest_leaf(leaf)
+
+
+def nearest_leaf(leaf: str) -> str | None:
+    """The field whose last word is nearest to `leaf`."""
+    leaves = {field.rpartition(".")[2]: field for field in reversed(fields())}
+    found = nearest(leaf, leaves)
+    return leaves[found] if found else None
+
+
+def parts(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, without `Annotated` around the union; other annotations are their own only member."""
+    if get_origin(annotation) is Annotated and annotation != Duration:
+        inner = get_args(annotation)[0]
+        if get_origin(inner) in (Union, types.UnionType, Annotated):
+            return parts(inner)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(part for member in get_args(annotation) for part in parts(member))
+    return (annotation,)
+
+
+def core(annotation: Any) -> Any:
+    """The type under `Annotated`."""
+    return core(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
+
+
+def is_duration(path: str) -> bool:
+    """Whether the field holds a length of training."""
+    return path in ("max_steps", "schedule.warmup_steps", "schedule.decay_steps") or path in (
+        "checkpoint.save_steps",
+        "eval.eval_steps",
+    )
+
+
+def members(path: str) -> tuple[Any, ...]:
+    """The types that the field takes, without their constraints."""
+    return tuple(core(part) for part in parts(fields()[path].annotation))
+
+
+def choices(path: str) -> tuple[str, ...]:
+    """The words of the field's Literal types; empty when it has none."""
+    found: list[str] = []
+    for member in members(path):
+        if get_origin(member) is tuple:
+            member = core(get_args(member)[0])
+        if get_origin(member) is Literal:
+            found.extend(str(word) for word in get_args(member))
+    return tuple(found)
+
+
+def optional(path: str) -> bool:
+    """Whether the field may be blank."""
+    return type(None) in members(path)
+
+
+def many(path: str) -> bool:
+    """Whether the field holds a list."""
+    return any(get_origin(member) is tuple for member in members(path))
+
+
+def takes(path: str, kind: type) -> bool:
+    """Whether one of the field's types is `kind` (bool, str, int, float, dict)."""
+    return any(member is kind or get_origin(member) is kind for member in members(path))
+
+
+def expected(path: str) -> str:
+    """What the field takes, in words: `a whole number above 0, or auto`."""
+    if is_duration(path):
+        return "steps (100), a ratio below 1 (0.05), `5%`, `2 epochs` or `1e9 tokens`"
+    field = fields()[path]
+    words = [_in_words(part, field.metadata) for part in parts(field.annotation) if core(part) is not type(None)]
+    text = ", or ".join(dict.fromkeys(word for word in words if word))
+    return text + (", or nothing" if optional(path) else "")
+
+
+_KINDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+
+
+def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    kind = core(annotation)
+    if get_origin(kind) is Literal:
+        words = [str(word) for word in get_args(kind)]
+        return words[0] if len(words) == 1 else "one of " + ", ".join(words)
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        if items[-1] is Ellipsis:
+            return f"a list of: {_in_words(items[0])}"
+        return "[" + ", ".join(_in_words(item) for item in items) + "]"
+    if get_origin(kind) is dict:
+        return "a mapping like {mlp: [tensor]}"
+    bounds = [*metadata, *_constraints(annotation)] if kind in (int, float) else []
+    return _KINDS.get(kind, str(kind)) + " and".join(dict.fromkeys(filter(None, map(_bound, bounds))))
+
+
+def _constraints(annotation: Any) -> list[Any]:
+    found: list[Any] = []
+    while get_origin(annotation) is Annotated:
+        annotation, *metadata = typing.get_args(annotation)
+        for item in metadata:
+            found.extend(item.metadata if isinstance(item, FieldInfo) else [item])
+    return found
+
+
+def _bound(constraint: Any) -> str:
+    for name, words in (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "of at most")):
+        limit = getattr(constraint, name, None)
+        if limit is not None:
+            return f" {words} {limit:g}"
+    return ""

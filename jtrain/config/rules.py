@@ -1,0 +1,382 @@
+"""Rules across fields that need numbers only: mesh, batch, lengths. They fail before any device is touched.
+
+Rules that need the model's shape stand with the task; those that need devices, with the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jtrain.config.names import nearest
+from jtrain.config.schema import DURATION, Config, Duration, MeshConfig
+from jtrain.errors import ConfigError
+
+AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
+"""Mesh axes, outermost first."""
+
+BUILT_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Axes that divide the rows of a batch."""
+
+DEFAULT_GLOBAL_BATCH = 32
+DEFAULT_EPOCHS = 1.0
+
+
+class BatchSize(NamedTuple):
+    """global_ = per_device * data ranks * accumulation."""
+
+    global_: int
+    per_device: int
+    accumulation: int
+
+
+def check(config: Config) -> Config:
+    """The config with its defaults across fields filled in, or the first contradiction in it.
+
+    Raises:
+      ConfigError: fields that contradict each other, or a value that is not built yet.
+    """
+    config = apply_strategy(_length(config))
+    _mesh_numbers(config)
+    _axes_exist(config)
+    _processes(config)
+    _patterns(config)
+    _data(config)
+    _hardware(config)
+    _schedule(config)
+    if config.checkpoint.init_from and isinstance(config.checkpoint.resume, int):
+        raise ConfigError(
+            f"checkpoint.resume: {config.checkpoint.resume} beside checkpoint.init_from",
+            "init_from starts a new run, resume continues one: keep one of them.",
+        )
+    if isinstance(config.devices, int):
+        mesh = resolve_mesh(config, config.devices)
+        resolve_batch(config, data_ranks(mesh))
+    else:
+        _batch_numbers(config)
+    return config
+
+
+# -- length of the run ------------------------------------------------------------------------------------------------
+
+
+def _length(config: Config) -> Config:
+    steps, epochs = config.max_steps, config.num_train_epochs
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"max_steps: {steps} beside num_train_epochs: {epochs:g}", "One length is enough: leave one of them out."
+        )
+    if steps is None and epochs is None:
+        return config.model_copy(update={"num_train_epochs": DEFAULT_EPOCHS})
+    if isinstance(steps, float) or (isinstance(steps, str) and steps.endswith("%")):
+        raise ConfigError(f"max_steps: {steps} is a share of itself", "Write steps (1000), `2 epochs` or `1e9 tokens`.")
+    if steps is not None and _parsed(steps)[0] == 0:
+        raise ConfigError(f"max_steps: {steps} trains nothing", "Write a number above 0, `2 epochs` or `1e9 tokens`.")
+    return config
+
+
+def _parsed(duration: Duration) -> tuple[Fraction, str]:
+    """Number and unit (empty, `%`, `epoch`, `token`) of a length."""
+    match = DURATION.fullmatch(str(duration))
+    assert match is not None  # the schema let it through
+    return Fraction(match["number"]), (match["unit"] or "").rstrip("s")
+
+
+def resolve_steps(
+    duration: Duration,
+    total: int | None = None,
+    *,
+    tokens_per_step: int | None = None,
+    steps_per_epoch: int | float | None = None,
+) -> int:
+    """The number of optimizer steps that a length means, rounded up.
+
+    Args:
+      duration: steps, a ratio below 1, or a text: `5%`, `2 epochs`, `1e9 tokens`.
+      total: steps of the run, for ratios and percent.
+      tokens_per_step: tokens of a step (global batch * max_length).
+      steps_per_epoch: steps of a pass over the training data; may be a fraction.
+
+    Raises:
+      ConfigError: the length counts in something that is not known here.
+    """
+    if isinstance(duration, int):
+        return duration
+    number, unit = _parsed(duration)  # exact: 0.1 of 30 is 3, where floats give 3.0000000000000004, hence 4
+    if unit in ("", "%"):
+        return math.ceil(number / (100 if unit else 1) * _known(total, duration, "the run's steps"))
+    if unit == "epoch":
+        return math.ceil(number * Fraction(_known(steps_per_epoch, duration, "the size of an epoch")))
+    return math.ceil(number / _known(tokens_per_step, duration, "the tokens of a step"))
+
+
+def _known(value: Any, duration: Duration, what: str) -> Any:
+    if value is None:
+        raise ConfigError(f"{duration!r} needs {what}, which is not known here", "Write a number of steps.")
+    return value
+
+
+def _schedule(config: Config) -> None:
+    if config.schedule.name != "wsd" or not isinstance(config.max_steps, int):
+        return
+    lengths = (config.schedule.warmup_steps, config.schedule.decay_steps)
+    if any(isinstance(length, str) and not length.endswith("%") for length in lengths):
+        return  # epochs and tokens are known when the data is
+    warmup, decay = (resolve_steps(length, config.max_steps) for length in lengths)
+    if warmup + decay > config.max_steps:
+        raise ConfigError(
+            f"schedule: {warmup} warmup_steps + {decay} decay_steps = {warmup + decay} > max_steps {config.max_steps}",
+            "Shorten one of them.",
+        )
+
+
+# -- mesh -------------------------------------------------------------------------------------------------------------
+
+
+def apply_strategy(config: Config) -> Config:
+    """The config with the mesh and sharding that its `strategy` stands for; idempotent.
+
+    Raises:
+      ConfigError: the mesh or sharding says something else.
+    """
+    strategy = config.strategy
+    if strategy is None:
+        return config
+    zero3 = strategy in ("zero3", "fsdp")
+    mesh = MeshConfig(data=1 if zero3 else -1, fsdp=-1 if zero3 else 1, slices=config.mesh.slices)
+    said = {axis: getattr(config.mesh, axis) for axis in AXES}
+    if said not in ({axis: getattr(mesh, axis) for axis in AXES}, {axis: getattr(MeshConfig(), axis) for axis in AXES}):
+        raise ConfigError(
+            f"strategy: {strategy} stands for mesh {mesh_text(mesh)}, and the mesh is {mesh_text(config.mesh)}",
+            "Leave out strategy, or the mesh.",
+        )
+    update = {}
+    for field, value in (
+        ("optimizer_axes", ("data",) if strategy in ("zero1", "zero2") else ()),
+        ("gradient_axes", ("data",) if strategy == "zero2" else ()),
+    ):
+        given = getattr(config.sharding, field)
+        if given not in ((), value):
+            raise ConfigError(
+                f"sharding.{field}: {list(given)} beside strategy: {strategy}, which makes it {list(value)}",
+                "Leave out one of them.",
+            )
+        update[field] = value
+    return config.model_copy(update={"mesh": mesh, "sharding": config.sharding.model_copy(update=update)})
+
+
+def mesh_text(mesh: MeshConfig | dict[str, int]) -> str:
+    """`data=2,fsdp=4`: the axes that are not 1."""
+    sizes = mesh if isinstance(mesh, dict) else {axis: getattr(mesh, axis) for axis in AXES}
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
+
+
+def _mesh_numbers(config: Config) -> None:
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    for axis, size in sizes.items():
+        if size == 0 or size < -1:
+            raise ConfigError(f"mesh.{axis}: {size} is not a size", "Write a number above 0, or -1: what is left.")
+        if axis not in BUILT_AXES and size != 1:
+            raise ConfigError(
+                f"mesh.{axis}: {size} is not built yet", f"Write mesh.{axis}: 1 and use {', '.join(BUILT_AXES)}."
+            )
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        remedy = f"Only one axis takes what is left: give {' or '.join(free)} a number."
+        if free[0] == "data":
+            remedy += " (data is -1 unless it is given.)"
+        raise ConfigError(f"mesh: {' and '.join(f'{axis}=-1' for axis in free)}", remedy)
+
+
+def resolve_mesh(config: Config, n_devices: int) -> dict[str, int]:
+    """Size of every mesh axis, in the order of `AXES`, with -1 filled in.
+
+    Raises:
+      ConfigError: the product is not the number of devices; the message shows it and the nearest legal meshes.
+    """
+    config = apply_strategy(config)
+    _mesh_numbers(config)
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    free = next((axis for axis, size in sizes.items() if size == -1), None)
+    if n_devices % fixed or (free is None and fixed != n_devices):
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or (axis, size) == ("data", 1))
+        relation = f"does not divide {n_devices} devices" if free else f"is not {n_devices} devices"
+        near = ", or ".join(mesh_text(mesh) for mesh in _nearest_meshes(sizes, n_devices))
+        raise ConfigError(f"mesh: {shown} = {fixed} {relation}", f"Write mesh: {near}; or devices: {fixed}.")
+    if free is not None:
+        sizes[free] = n_devices // fixed
+    slices = config.mesh.slices
+    if slices > 1 and sizes["data"] % slices and sizes["fsdp"] % slices:
+        raise ConfigError(
+            f"mesh.slices: {slices} divides neither data={sizes['data']} nor fsdp={sizes['fsdp']}",
+            f"Make mesh.data a multiple of {slices}: it carries the network between slices.",
+        )
+    return sizes
+
+
+def _nearest_meshes(sizes: dict[str, int], n_devices: int, count: int = 3) -> list[dict[str, int]]:
+    """The legal meshes with the least change (sum of |log2| of the factors)."""
+
+    def change(mesh: dict[str, int]) -> float:
+        return sum(abs(math.log2(mesh[axis] / size)) for axis, size in sizes.items() if size != -1)
+
+    def legal() -> Iterator[dict[str, int]]:
+        divisors = [d for d in range(1, n_devices + 1) if n_devices % d == 0]
+        for fsdp in divisors:
+            for tensor in (d for d in divisors if (n_devices // fsdp) % d == 0):
+                yield dict.fromkeys(AXES, 1) | {"data": n_devices // fsdp // tensor, "fsdp": fsdp, "tensor": tensor}
+
+    return sorted(legal(), key=change)[:count]
+
+
+def data_ranks(mesh: dict[str, int]) -> int:
+    """How many ways the rows of a batch are divided."""
+    return math.prod(mesh[axis] for axis in BATCH_AXES)
+
+
+def _axes_exist(config: Config) -> None:
+    named = [("optimizer_axes", config.sharding.optimizer_axes), ("gradient_axes", config.sharding.gradient_axes)]
+    named += [(f"rules.{name}", axes) for name, axes in config.sharding.rules.items()]
+    for field, axes in named:
+        for axis in axes:
+            if axis not in AXES:
+                meant = nearest(axis, AXES)
+                raise ConfigError(
+                    f"sharding.{field}: {axis!r} is not a mesh axis",
+                    f"Did you mean {meant}?" if meant else f"Mesh axes: {', '.join(AXES)}.",
+                )
+        if len(set(axes)) != len(axes):
+            raise ConfigError(f"sharding.{field}: {list(axes)} names an axis twice", "Name it once.")
+
+
+# -- batch ------------------------------------------------------------------------------------------------------------
+
+
+def resolve_batch(config: Config, data_ranks: int) -> BatchSize:
+    """Global batch, rows of a micro-batch on one data-parallel rank, and micro-batches of a step.
+
+    Any two of the three give the third. One alone is completed by accumulation 1; none, by 32 rows as well.
+
+    Args:
+      config: the config.
+      data_ranks: data * fsdp * expert.
+
+    Raises:
+      ConfigError: they contradict each other or leave a remainder; the message shows the arithmetic.
+    """
+    total, rows, accumulation = _batch_fields(config)
+    if rows is not None and total is not None and accumulation is None:
+        return BatchSize(total, rows, _divide("gradient_accumulation_steps", total, rows, data_ranks))
+    accumulation = accumulation or 1
+    if rows is None:
+        total = total or DEFAULT_GLOBAL_BATCH
+        return BatchSize(total, _divide("per_device_batch_size", total, accumulation, data_ranks), accumulation)
+    product = rows * data_ranks * accumulation
+    if total is not None and total != product:
+        raise ConfigError(
+            f"global_batch_size: {total} is not {rows} per_device_batch_size x {data_ranks} data ranks x "
+            f"{accumulation} gradient_accumulation_steps = {product}",
+            "Give two of the three, the third follows.",
+        )
+    return BatchSize(product, rows, accumulation)
+
+
+def _batch_fields(config: Config) -> tuple[int | None, int | None, int | None]:
+    return config.global_batch_size, config.per_device_batch_size, config.gradient_accumulation_steps
+
+
+def _divide(field: str, total: int, known: int, ranks: int) -> int:
+    if total % (known * ranks):
+        other = "per_device_batch_size" if field == "gradient_accumulation_steps" else "gradient_accumulation_steps"
+        unit = known * ranks
+        below, above = total // unit * unit, -(-total // unit) * unit
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"global_batch_size: {total} / ({ranks} data ranks x {known} {other}) = {total / unit:.4g} {field}, "
+            "not a whole number",
+            f"Write global_batch_size: {near}.",
+        )
+    return total // (known * ranks)
+
+
+def _batch_numbers(config: Config) -> None:
+    """What is wrong with any number of data ranks; the rest waits for the devices."""
+    total, rows, accumulation = _batch_fields(config)
+    product = (rows or 1) * (accumulation or 1)
+    if total is not None and total % product:
+        _divide("data ranks", total, product, 1) if rows and accumulation else resolve_batch(config, 1)
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _processes(config: Config) -> None:
+    distributed = config.distributed
+    count, number = distributed.num_processes, distributed.process_id
+    if number is not None and count is not None and number >= count:
+        raise ConfigError(
+            f"distributed.process_id: {number} of {count} processes", f"They are numbered from 0 to {count - 1}."
+        )
+    if count is not None and isinstance(config.devices, int) and config.devices % count:
+        raise ConfigError(
+            f"devices: {config.devices} over {count} processes leave a remainder",
+            f"Write devices: {-(-config.devices // count) * count}.",
+        )
+    for field in ("coordinator_address", "bind_address"):
+        address = getattr(distributed, field)
+        if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
+            raise ConfigError(f"distributed.{field}: {address!r} has no port", "Write host:port, as in 10.0.0.1:8476.")
+
+
+def _patterns(config: Config) -> None:
+    patterns = [("decay_rules", pattern) for pattern, _ in config.optimizer.decay_rules]
+    patterns += [("freeze", pattern) for pattern in config.optimizer.freeze]
+    for field, pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"optimizer.{field}: {pattern!r} is not a pattern: {error}", "Write a Python regular expression."
+            ) from None
+
+
+def _data(config: Config) -> None:
+    data = config.data
+    if data.weights and len(data.weights) != len(data.train):
+        raise ConfigError(
+            f"data.weights: {len(data.weights)} weights for {len(data.train)} entries of data.train",
+            "Give every entry a weight, or none.",
+        )
+    # Without data.train the data comes from Python, and so may the evaluation data.
+    if config.eval.early_stopping_patience and data.train and data.eval is None:
+        raise ConfigError(
+            f"eval.early_stopping_patience: {config.eval.early_stopping_patience} without evaluation data",
+            "Write data.eval: a path, or a fraction such as 0.1.",
+        )
+    if config.eval.early_stopping_patience and config.checkpoint.best is None:
+        raise ConfigError(
+            f"eval.early_stopping_patience: {config.eval.early_stopping_patience} without checkpoint.best",
+            "Write checkpoint.best: eval_loss.",
+        )
+
+
+def _hardware(config: Config) -> None:
+    accelerator = config.accelerator
+    if config.precision == "64-true" and accelerator in ("gpu", "tpu"):
+        raise ConfigError(
+            f"precision: 64-true on {accelerator}", "Write accelerator: cpu (it is for tests), or 32-true."
+        )
+    for field in ("offload_optimizer", "offload_parameters"):
+        if getattr(config.sharding, field) and accelerator == "cpu":
+            raise ConfigError(f"sharding.{field}: true on cpu, which has one memory", "Leave it out.")
+    needs = {"splash": "tpu", "cudnn": "gpu"}.get(config.model.attention, accelerator)
+    if accelerator not in ("auto", needs):
+        raise ConfigError(
+            f"model.attention: {config.model.attention} on {accelerator}: it runs on {needs}",
+            "Write model.attention: auto.",
+        )

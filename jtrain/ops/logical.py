@@ -61,6 +61,12 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
+def logical_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
+    """Where `constrain` would put an array of this shape: for manual regions, which must say it themselves."""
+    context = _context.get()
+    return PartitionSpec(*[None] * len(shape)) if context is None else activation_spec(shape, names, *context)
+
+
 def activation_spec(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh, rules: Rules) -> PartitionSpec:
     """The spec of an activation: every mesh axis is used once at most, and only where it divides.
 

@@ -1,0 +1,36 @@
+"""Feed-forward: gated (SwiGLU, GeGLU; Shazeer 2020, eq. 6) or plain with GELU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jtrain.models import remat
+from jtrain.models.config import DecoderConfig
+from jtrain.models.projection import Projection
+from jtrain.ops.logical import constrain
+
+
+class FeedForward(nnx.Module):
+    """down(act(gate(x)) * up(x)), or down(gelu(up(x))). GELU is the tanh approximation, as in GPT-2 and Gemma."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        std, bias = config.initializer_range, config.mlp_bias
+        embed, mlp = (("embed", config.hidden_size),), (("mlp", config.intermediate_size),)
+        self.activation = config.activation
+        if config.gated:
+            self.gate_proj = Projection(rngs.params(), std, embed, mlp, bias=bias, dtype=dtype)
+        self.up_proj = Projection(rngs.params(), std, embed, mlp, bias=bias, dtype=dtype)
+        self.down_proj = Projection(rngs.params(), std, mlp, embed, bias=bias, dtype=dtype)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """[B, L, D] -> [B, L, D]."""
+        up = constrain(self.up_proj(x_BLD), "batch", "sequence", "mlp")
+        if self.activation == "gelu":
+            h = jax.nn.gelu(up, approximate=True)
+        else:
+            gate = constrain(self.gate_proj(x_BLD), "batch", "sequence", "mlp")
+            h = (jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
+        return checkpoint_name(self.down_proj(h), remat.OUT)

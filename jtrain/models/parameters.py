@@ -1,0 +1,23 @@
+"""How parameters are made: drawn in float32 from a key, with the logical name of every axis as metadata.
+
+Drawing in float32 and casting gives all precisions the same initial numbers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Axes = tuple[str, ...]
+
+
+def normal(key: jax.Array, std: float, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype) -> nnx.Param:
+    """A parameter from a normal distribution of mean 0 and standard deviation `std`."""
+    value = jax.random.normal(key, shape, jnp.float32) * jnp.float32(std)
+    return nnx.Param(value.astype(dtype), out_sharding=axes)
+
+
+def constant(value: float, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype) -> nnx.Param:
+    """A parameter that is `value` everywhere."""
+    return nnx.Param(jnp.full(shape, value, dtype), out_sharding=axes)

@@ -1,0 +1,191 @@
+"""Cross-entropy of a language model without a [tokens, vocabulary] buffer.
+
+Logits exist for a chunk of every row at a time. Where gradients are wanted they are computed in the same pass over
+the chunks, so that no matrix product is done twice and nothing of size [tokens, V] is kept for the backward pass.
+
+Legend: B rows, L tokens, N chunks, C tokens of a chunk, D model, V vocabulary (padded for the mesh), R data ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.ops.logical import constrain, mesh_axis_size
+from jtrain.ops.vocabulary import pad_vocabulary
+
+IGNORED = -100
+CHUNK_BYTES = 512 * 2**20
+"""Logits of a chunk on one device, in bytes of float32: large enough to keep a matrix unit busy."""
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sum of the loss over all targets, and their number. See `cross_entropy_and_correct`."""
+    loss, count, _ = cross_entropy_and_correct(
+        hidden, head, targets, label_smoothing=label_smoothing, z_loss=z_loss, chunk_size=chunk_size
+    )
+    return loss, count
+
+
+def cross_entropy_and_correct(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cross-entropy of `softmax(hidden @ head)` against the targets.
+
+    With Z = sum_v exp(z_v) a target y costs
+    `log Z - (1 - s) z_y - s mean_v(z_v) + w log(Z)^2`: s is label smoothing as Hugging Face's LabelSmoother has it
+    (Szegedy et al. 2016, section 7), w the weight of the z loss (Chowdhery et al. 2022, section 5).
+
+    Args:
+      hidden: [B, L, D]; logits are float32 at least, whatever its type.
+      head: [D, V].
+      targets: [B, L], already shifted: what hidden[t] must predict. -100 is left out.
+      label_smoothing: share of the target that is spread evenly over the vocabulary.
+      z_loss: weight of log(Z)^2.
+      chunk_size: tokens of a row whose logits exist at a time; rows of two tokens and more make two chunks at least.
+
+    Returns:
+      Loss sum, number of targets, and number of targets that are the likeliest token (all float32; float64 where
+      hidden is). Only the loss sum has a gradient.
+    """
+    b, length, _ = hidden.shape
+    chunks = _chunk_count(b, length, head.shape[1], chunk_size)
+    missing = -length % chunks
+    x = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
+    t = jnp.pad(targets, ((0, 0), (0, missing)), constant_values=IGNORED)
+    x_NBCD = jnp.moveaxis(x.reshape(b, chunks, -1, x.shape[-1]), 1, 0)
+    t_NBC = jnp.moveaxis(t.reshape(b, chunks, -1), 1, 0)
+    x_NBCD = constrain(x_NBCD, None, "batch", None, None)
+    ranks = mesh_axis_size("batch")
+    options = _Options(label_smoothing, z_loss, head.shape[1], ranks if b % ranks == 0 else 1)
+    loss, correct = _chunked(options, x_NBCD, pad_vocabulary(head, 1), t_NBC)
+    return loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct
+
+
+def _chunk_count(rows: int, length: int, vocab: int, chunk_size: int | None) -> int:
+    least = min(2, length)
+    if chunk_size is not None:
+        return max(least, -(-length // min(chunk_size, length)))
+    token_bytes = 4 * max(1, rows // mesh_axis_size("batch")) * (vocab // mesh_axis_size("vocab"))
+    chunks = least
+    # Doubling divides rows of 2^n tokens evenly, so that none is padded.
+    while chunks < length and token_bytes * (length / chunks) > CHUNK_BYTES:
+        chunks *= 2
+    return min(chunks, length)
+
+
+class _Options(NamedTuple):
+    label_smoothing: float
+    z_loss: float
+    vocab: int
+    """Size of the vocabulary without padding."""
+    ranks: int
+    """Data-parallel ranks that the rows are divided over."""
+
+
+class _Chunk(NamedTuple):
+    logits_BCV: jax.Array
+    log_z_BC: jax.Array
+    target_BCV: jax.Array
+    """One-hot targets, as booleans (fused, never stored)."""
+    live_BC: jax.Array
+    loss: jax.Array
+    correct: jax.Array
+
+
+def _chunk(options: _Options, x_BCD: jax.Array, head_DV: jax.Array, t_BC: jax.Array) -> _Chunk:
+    wide = jnp.promote_types(x_BCD.dtype, jnp.float32)
+    z = jnp.einsum("bcd,dv->bcv", x_BCD, head_DV, preferred_element_type=wide)
+    z = constrain(z, "batch", None, "vocab")
+    token = jnp.arange(z.shape[-1])
+    # A comparison instead of a gather: it stays on the device that holds the token when the vocabulary is cut.
+    target = token == t_BC[..., None]
+    target_z = jnp.sum(jnp.where(target, z, 0.0), axis=-1)
+    mean_z = jnp.sum(z, axis=-1) / options.vocab if options.label_smoothing else 0.0
+    if z.shape[-1] > options.vocab:
+        z = jnp.where(token < options.vocab, z, -jnp.inf)
+    top_z = jnp.max(z, axis=-1)
+    log_z = jnp.log(jnp.sum(jnp.exp(z - top_z[..., None]), axis=-1)) + top_z
+    loss = log_z - (1.0 - options.label_smoothing) * target_z - options.label_smoothing * mean_z
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(log_z)
+    live = t_BC != IGNORED
+    correct = jnp.sum(live & (target_z >= top_z)).astype(wide)
+    return _Chunk(z, log_z, target, live, jnp.sum(jnp.where(live, loss, 0.0)), correct)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(
+    options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t_NBC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    zero = jnp.zeros((), jnp.promote_types(x_NBCD.dtype, jnp.float32))
+
+    def body(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):
+        chunk = _chunk(options, xs[0], head_DV, xs[1])
+        return (carry[0] + chunk.loss, carry[1] + chunk.correct), None
+
+    return jax.lax.scan(body, (zero, zero), (x_NBCD, t_NBC))[0]
+
+
+def _chunked_forward(options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t_NBC: jax.Array):
+    half = x_NBCD.dtype
+    wide = jnp.promote_types(half, jnp.float32)
+    # float16 ends at 6e-8: probabilities are lifted before the cast, and their product with the head is not cast.
+    lift = 1024.0 if half == jnp.float16 else 1.0
+    kept = wide if half == jnp.float16 else half
+    d, v = head_DV.shape
+
+    def body(carry, xs):
+        loss, correct, d_head_RDV = carry
+        x, t = xs
+        chunk = _chunk(options, x, head_DV, t)
+        p = jnp.exp(chunk.logits_BCV - chunk.log_z_BC[..., None])
+        if options.z_loss:
+            p = p * (1.0 + 2.0 * options.z_loss * chunk.log_z_BC[..., None])
+        d_z = p - (1.0 - options.label_smoothing) * chunk.target_BCV - options.label_smoothing / options.vocab
+        d_z = (jnp.where(chunk.live_BC[..., None], d_z, 0.0) * lift).astype(half)
+        d_z = constrain(d_z, "batch", None, "vocab")
+        d_x = jnp.einsum("bcv,dv->bcd", d_z, head_DV, preferred_element_type=wide) / lift
+        d_x = constrain(d_x.astype(kept), "batch", None, None)
+        # Every rank sums its own rows; the ranks meet once, after the loop, instead of once a chunk.
+        by_rank = (options.ranks, x.shape[0] // options.ranks, x.shape[1])
+        d_head = jnp.einsum(
+            "rbcd,rbcv->rdv", x.reshape(*by_rank, d), d_z.reshape(*by_rank, v), preferred_element_type=wide
+        )
+        d_head_RDV = constrain(d_head_RDV + d_head, "batch", None, "vocab")
+        return (loss + chunk.loss, correct + chunk.correct, d_head_RDV), d_x
+
+    zero = jnp.zeros((), wide)
+    start = constrain(jnp.zeros((options.ranks, d, v), wide), "batch", None, "vocab")
+    (loss, correct, d_head_RDV), d_x_NBCD = jax.lax.scan(body, (zero, zero, start), (x_NBCD, t_NBC))
+    d_head_DV = jnp.sum(d_head_RDV, axis=0) / lift
+    # Empty slices carry the operands' types to the backward pass.
+    return (loss, correct), (d_x_NBCD, d_head_DV, x_NBCD[:0], head_DV[:0], t_NBC)
+
+
+def _chunked_backward(options: _Options, residuals, cotangents):
+    d_x_NBCD, d_head_DV, x_like, head_like, t_NBC = residuals
+    d_loss = cotangents[0]
+    d_x = (d_x_NBCD * d_loss).astype(x_like.dtype)
+    return d_x, (d_head_DV * d_loss).astype(head_like.dtype), np.zeros(t_NBC.shape, jax.dtypes.float0)
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)

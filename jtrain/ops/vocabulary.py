@@ -1,0 +1,54 @@
+"""The embedding table on a mesh: padded where `tensor` does not divide the vocabulary, and looked up.
+
+Padding exists inside the traced program only: parameters, gradients and logits that leave it have V rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.ops.logical import constrain, mesh_axis_size
+
+
+def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
+    """Appends zeros along `axis` up to a multiple of the ways that the vocabulary is cut, and pins it there.
+
+    Args:
+      table: an embedding table [V, D] (axis 0) or a head [D, V] (axis 1).
+      axis: which axis is the vocabulary.
+    """
+    missing = -table.shape[axis] % mesh_axis_size("vocab")
+    if missing:
+        table = jnp.pad(table, [(0, missing if i == axis else 0) for i in range(table.ndim)])
+    return constrain(table, *("vocab" if i == axis else None for i in range(table.ndim)))
+
+
+def embedding_lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+    """Rows of the table, [B, L, D]; the table's gradient is summed in float32 at least and rounded once.
+
+    A token that stands a thousand times in a batch would otherwise lose most of its bfloat16 gradient.
+    """
+    return _lookup(pad_vocabulary(table_VD, 0), ids_BL)
+
+
+@jax.custom_vjp
+def _lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, ids_BL, axis=0, mode="clip")
+
+
+def _lookup_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # An empty slice carries the table's shape and type to the backward pass without keeping the table.
+    return _lookup(table_VD, ids_BL), (table_VD[:, :0], ids_BL)
+
+
+def _lookup_backward(residuals: tuple[jax.Array, jax.Array], d_BLD: jax.Array) -> tuple[jax.Array, np.ndarray]:
+    like, ids_BL = residuals
+    wide = jnp.promote_types(d_BLD.dtype, jnp.float32)
+    zeros_VD = constrain(jnp.zeros((like.shape[0], d_BLD.shape[-1]), wide), "vocab", None)
+    d_VD = constrain(zeros_VD.at[ids_BL].add(d_BLD.astype(wide), mode="drop"), "vocab", None)
+    return d_VD.astype(like.dtype), np.zeros(ids_BL.shape, jax.dtypes.float0)
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -1,0 +1,397 @@
+"""Checkpoints of a run: asynchronous saves that count only when they are durable, and restores that are verified.
+
+A save goes through four hands. `save()` copies the arrays to the host and returns. Orbax' thread writes them to a
+temporary folder and renames it. The finisher (a thread here) waits for that, syncs, hashes every file and writes the
+manifest, and only with that the step exists. Then retention removes what is surplus, by rename and then delete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jtrain.checkpoint import arrays, files, layout, peers
+from jtrain.checkpoint.failures import Failure, describe, unpack
+from jtrain.checkpoint.finish import Save, finish
+from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, check_files, read_manifest
+from jtrain.checkpoint.retention import Mode, best_steps, surplus_steps
+from jtrain.errors import CheckpointError, StorageError
+
+log = logging.getLogger(__name__)
+OnEvent = Callable[[str, dict[str, Any]], None]
+_ORBAX_TIMEOUT_SECONDS = 600
+
+
+class Checkpoints:
+    """The checkpoints below RUN/checkpoints. Every process of the run makes one and calls it alike.
+
+    Args:
+      run_dir: folder or URL; with several processes one that all of them see.
+      save_total_limit: checkpoints kept; None: all. The newest and the best always stay.
+      keep_best: how many of the best stay.
+      best_metric: name in `metrics` that decides what is best; None: no best is kept.
+      best_mode: whether small or large is good.
+      async_save: False: `save` returns when the step is durable.
+      on_event: called on process 0 with a kind (save, durable, save_failed, corrupt, superseded) and its fields;
+        `durable` and `save_failed` come from a background thread.
+      max_save_failures: failed saves in a row that are retried at the next save; one more ends the run.
+      read_only: leaves everything as it is: nothing is swept or moved away, and `save` is refused.
+    """
+
+    def __init__(
+        self,
+        run_dir: epath.PathLike,
+        *,
+        save_total_limit: int | None = 3,
+        keep_best: int = 1,
+        best_metric: str | None = None,
+        best_mode: Mode = "min",
+        async_save: bool = True,
+        on_event: OnEvent | None = None,
+        max_save_failures: int = 3,
+        read_only: bool = False,
+    ):
+        self.run_dir = epath.Path(run_dir)
+        self.root = layout.checkpoints_root(run_dir)
+        self._limit, self._keep_best, self._best_mode = save_total_limit, keep_best, best_mode
+        self._best_metric = best_metric
+        self._async_save = async_save
+        self._on_event = on_event
+        self._max_save_failures = max_save_failures
+        self._read_only = read_only
+        self._orbax: ocp.AsyncCheckpointer | None = None
+        self._current: Save | None = None
+        self._failures = 0
+        self._last_failure: Failure | None = None
+        self._own: set[int] = set()  # steps of this run's line: saved or restored here
+        self._manifests: dict[int, Manifest] = {}
+        if not read_only and peers.index() == 0:
+            self._sweep()
+        found = peers.exchange("checkpoint_steps", layout.finished_steps(self.root) if peers.index() == 0 else None)[0]
+        self._durable_step: int | None = found[-1] if found else None
+
+    # Questions
+
+    @property
+    def durable_step(self) -> int | None:
+        """The newest step that survives a crash, or None."""
+        return self._durable_step
+
+    def steps(self) -> list[int]:
+        """Steps with a manifest, in order."""
+        return layout.finished_steps(self.root)
+
+    def best_steps(self) -> list[int]:
+        """The steps that are kept as the best, best first."""
+        return best_steps(self._metrics(), self._keep_best, self._best_mode)
+
+    def verify(self, step: int) -> None:
+        """Compares every file of a step with its manifest.
+
+        Raises:
+          CheckpointError: there is no such step, or (DamagedCheckpoint) it names step, file and reason.
+        """
+        folder = self._folder(step)
+        check_files(folder, read_manifest(folder))
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """The JSON that was saved beside the arrays.
+
+        Raises:
+          CheckpointError: there is no such step, or that file is damaged.
+        """
+        folder = self._folder(step)
+        check_files(folder, read_manifest(folder), [layout.META])
+        return json.loads((folder / layout.META).read_text())
+
+    # Saving
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
+        """Begins a save; returns when the arrays are copied, so that `state` may be donated.
+
+        It first waits for the save before it. A step that this run has saved or restored already is not saved again.
+
+        Args:
+          step: updates applied.
+          state: pytree of arrays.
+          meta: what JSON can hold.
+          metrics: evaluation metrics of this step, for `best_metric`.
+
+        Returns:
+          Whether a save was begun.
+
+        Raises:
+          StorageError: the disk can't be written at all, or saves failed too often in a row.
+          PeerLostError: another process did not answer.
+        """
+        if self._read_only:
+            raise RuntimeError("these checkpoints were opened read-only")
+        self._settle(block=True)
+        if step in self._own and step in layout.finished_steps(self.root):
+            return False
+        flat = arrays.flatten(state)
+        save = Save(step, self.root / str(step), arrays.records(flat), dict(metrics or {}))
+        meta = json.loads(json.dumps(meta))  # a copy: it is written later
+        self._prepare(save, arrays.size_bytes(flat.values()))
+        if save.failure is None:
+            try:
+                self._checkpointer().save(
+                    save.folder,
+                    args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays.nest(flat)), meta=ocp.args.JsonSave(meta)),
+                )
+            except Exception as error:  # counted and told of; training goes on
+                save.failure = describe(error, save.folder, "can't save")
+        self._emit("save", step=step, blocking_seconds=time.monotonic() - save.started)
+        save.thread = threading.Thread(target=self._finish, args=(save,), name=f"checkpoint-{step}")
+        self._current = save
+        save.thread.start()
+        if not self._async_save:
+            self._settle(block=True)
+        return True
+
+    def poll(self) -> None:
+        """Tells of failures in the background; costs nothing. The loop calls it at every step.
+
+        Raises:
+          StorageError, PeerLostError: as `save`.
+        """
+        self._settle(block=False)
+
+    def wait(self) -> None:
+        """Waits until the last save is durable.
+
+        Raises:
+          StorageError: it failed, even if for the first time.
+          PeerLostError: another process did not answer.
+        """
+        self._settle(block=True, tolerate=False)
+
+    def close(self) -> None:
+        """Waits, and ends Orbax' threads."""
+        try:
+            self.wait()
+        finally:
+            if self._orbax is not None:
+                self._orbax.close()
+                self._orbax = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Restoring
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any], int]:
+        """Reads a verified checkpoint onto the given shardings, whatever mesh wrote it.
+
+        Without `step` it takes the newest intact one; damaged ones that are newer are moved to _quarantine. When none
+        is intact nothing is moved, so that a second start can't begin anew unnoticed.
+
+        Args:
+          abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings; free the state that it replaces first.
+          step: this step and no other.
+
+        Returns:
+          The state, the JSON saved with it, and its step.
+
+        Raises:
+          CheckpointError: there is none, none is intact, or paths, shapes or dtypes differ (lists them).
+        """
+        self._settle(block=True)
+        wanted = arrays.flatten(abstract_state)
+        candidates = layout.finished_steps(self.root) if peers.index() == 0 else None
+        candidates = peers.exchange("restore_candidates", candidates)[0]
+        if step is not None:
+            candidates = [step] if step in candidates else []
+        if not candidates:
+            what = "no finished checkpoint" if step is None else f"no finished checkpoint of step {step}"
+            raise CheckpointError(f"{self.root} holds {what}", f"steps there: {self.steps() or 'none'}")
+        damaged: list[DamagedCheckpoint] = []
+        for candidate in reversed(candidates):
+            damage = self._damage(candidate)
+            if damage is None:
+                return self._read(candidate, abstract_state, wanted, damaged)
+            log.error("%s", damage.message)
+            damaged.append(damage)
+        if step is not None:
+            raise damaged[0]
+        raise CheckpointError(
+            f"{self.root}: none of the checkpoints {candidates} is intact; the newest: {damaged[0].message}",
+            "bring one back from a copy, or start a new run in another run_dir",
+        )
+
+    def supersede(self, after: int) -> None:
+        """Moves steps beyond `after` that are not of this run's line to _superseded, for a run that went back."""
+        if peers.index() != 0:
+            return
+        ahead = [s for s in layout.finished_steps(self.root) if s > after and s not in self._own]
+        for step in ahead:
+            files.move(self.root / str(step), layout.unused_path(self.root / layout.SUPERSEDED, str(step)))
+            self._manifests.pop(step, None)
+        if ahead:
+            log.warning("checkpoints %s lie ahead of this run's line: moved to %s", ahead, layout.SUPERSEDED)
+            self._emit("superseded", steps=ahead)
+
+    def _read(
+        self, step: int, abstract_state: Any, wanted: dict[str, Any], damaged: list[DamagedCheckpoint]
+    ) -> tuple[Any, dict[str, Any], int]:
+        folder = self._folder(step)
+        arrays.require_equal(read_manifest(folder).arrays, arrays.records(wanted), str(folder))
+        if not self._read_only:
+            if peers.index() == 0:
+                for damage in damaged:
+                    self._quarantine(damage)
+            peers.exchange("quarantined", None)
+        meta = json.loads((folder / layout.META).read_text())
+        restored = arrays.read_arrays(folder / "state", wanted)
+        self._own = {own for own in self._own if own < step} | {step}
+        self._durable_step = step
+        return arrays.unflatten(abstract_state, restored), meta, step
+
+    def _damage(self, step: int) -> DamagedCheckpoint | None:
+        """Verifies a step, each process a share of its files."""
+        folder = self.root / str(step)
+        found: list[str] | None = None
+        try:
+            manifest = read_manifest(folder)
+            check_files(folder, manifest, sorted(manifest.files)[peers.index() :: peers.count()])
+        except DamagedCheckpoint as error:
+            found = [error.file, error.reason]
+        except OSError as error:
+            found = [str(error.filename or folder), error.strerror or str(error)]
+        found = next((answer for answer in peers.exchange("verified", found) if answer is not None), None)
+        return None if found is None else DamagedCheckpoint(str(step), *found)
+
+    def _quarantine(self, damage: DamagedCheckpoint) -> None:
+        target = layout.unused_path(self.root / layout.QUARANTINE, damage.step)
+        files.move(self.root / damage.step, target)
+        self._manifests.pop(int(damage.step), None)
+        self._emit("corrupt", step=int(damage.step), file=damage.file, reason=damage.reason, moved_to=str(target))
+
+    # Behind the scenes
+
+    def _prepare(self, save: Save, size: int) -> None:
+        """Looks before the leap, on process 0: once Orbax has begun, the other processes wait in its barriers."""
+        if peers.index() == 0:
+            try:
+                if not self.run_dir.exists():
+                    raise StorageError(f"{self.run_dir} is gone", "the run directory was removed under the run")
+                self.root.mkdir(exist_ok=True)
+                self.supersede(save.step - 1)
+                for leftover in [*layout.temporaries(self.root), save.folder]:
+                    files.remove_tree(leftover)
+                free = files.free_bytes(self.root)
+                if free is not None and free < size:
+                    message = f"{self.root}: step {save.step} needs {size:,} bytes, {free:,} are free"
+                    raise StorageError(message, "free space there, or lower checkpoint.save_total_limit")
+            except (OSError, StorageError) as error:
+                save.failure = describe(error, save.folder, "can't save")
+        failure = None if save.failure is None else save.failure.pack()
+        save.failure = unpack(peers.exchange("checkpoint_prepared", failure)[0])
+
+    def _finish(self, save: Save) -> None:
+        """The finisher's thread."""
+        finish(save, self._checkpointer().wait_until_finished)
+        if save.failure is not None:
+            log.warning("checkpoint step %s was not saved: %s", save.step, save.failure.message)
+            self._emit("save_failed", step=save.step, reason=save.failure.message)
+            return
+        self._own.add(save.step)
+        self._durable_step = save.step
+        if save.manifest is None:  # not process 0
+            return
+        self._manifests[save.step] = save.manifest
+        self._emit("durable", step=save.step, seconds=time.monotonic() - save.started, bytes=save.manifest.size)
+        try:
+            self._retain()
+        except OSError as error:
+            log.warning("%s: surplus checkpoints could not be removed: %s", self.root, error)
+
+    def _settle(self, *, block: bool, tolerate: bool = True) -> None:
+        """Takes note of a save that has ended.
+
+        Args:
+          block: whether to wait for it.
+          tolerate: whether a failure that the next save may mend is passed over.
+        """
+        save = self._current
+        if save is not None and save.thread is not None:
+            if save.thread.is_alive() and not block:
+                return
+            save.thread.join()
+            self._current = None
+            self._last_failure = save.failure
+            self._failures = 0 if save.failure is None else self._failures + 1
+        failure = self._last_failure
+        if failure and (failure.lasting or not tolerate or self._failures > self._max_save_failures):
+            self._last_failure = None  # told once
+            raise failure.error()
+
+    def _retain(self) -> None:
+        for step in surplus_steps(self._metrics(), self._limit, self._keep_best, self._best_mode):
+            self._manifests.pop(step, None)
+            self._remove(self.root / str(step))
+
+    def _remove(self, folder: epath.Path) -> None:
+        """Deletes a step such that a crash leaves no half of it."""
+        if files.is_local(folder):
+            trash = layout.unused_path(self.root / layout.TRASH, folder.name)
+            files.move(folder, trash)
+            folder = trash
+        else:  # no atomic rename there; without its manifest a step does not exist
+            (folder / layout.MANIFEST).unlink(missing_ok=True)
+        files.remove_tree(folder)
+
+    def _sweep(self) -> None:
+        """Clears what a run that was killed has left behind."""
+        files.remove_tree(self.root / layout.TRASH)
+        for folder in layout.temporaries(self.root):
+            files.remove_tree(folder)
+        for folder in layout.unfinished_steps(self.root):
+            # Kept, since someone may have lost the manifest of a good step; but only the newest, since a run that is
+            # killed again and again would fill the disk with them.
+            target = self.root / layout.QUARANTINE / "unfinished"
+            files.remove_tree(target)
+            files.move(folder, target)
+            self._emit("corrupt", step=int(folder.name), file=layout.MANIFEST, reason="missing", moved_to=str(target))
+
+    def _metrics(self) -> dict[int, float | None]:
+        """The deciding metric of each step whose manifest can be read."""
+        metrics = {}
+        for step in layout.finished_steps(self.root):
+            if step not in self._manifests:
+                try:
+                    self._manifests[step] = read_manifest(self.root / str(step))
+                except (CheckpointError, FileNotFoundError):
+                    continue  # neither counted nor removed: restore will quarantine it
+            metrics[step] = self._manifests[step].metrics.get(self._best_metric) if self._best_metric else None
+        return metrics
+
+    def _folder(self, step: int) -> epath.Path:
+        folder = self.root / str(step)
+        if not folder.exists():
+            raise CheckpointError(f"{self.root} holds no checkpoint of step {step}", f"there are: {self.steps()}")
+        return folder
+
+    def _checkpointer(self) -> ocp.AsyncCheckpointer:
+        if self._orbax is None:
+            registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+            registry.add("state", ocp.args.PyTreeSave, arrays.state_handler())
+            registry.add("meta", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+            self._orbax = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(handler_registry=registry), timeout_secs=_ORBAX_TIMEOUT_SECONDS
+            )
+        return self._orbax
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self._on_event is not None and peers.index() == 0:
+            self._on_event(kind, fields)

@@ -1,0 +1,93 @@
+"""The second half of a save, in the background: from "Orbax has renamed" to "the step exists".
+
+Every process runs it for every save and tells the others at three points, so that all agree on the outcome: did every
+process write its part; what are the hashes (each process reads a share of the files); is the manifest on the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+from etils import epath
+
+from jtrain.checkpoint import files, layout, peers
+from jtrain.checkpoint.failures import Failure, describe, unpack
+from jtrain.checkpoint.manifest import ArrayRecord, Manifest, hash_files, new_manifest, write_manifest
+
+
+@dataclasses.dataclass
+class Save:
+    """One save on its way.
+
+    Attributes:
+      folder: RUN/checkpoints/<step>.
+      arrays: what it holds.
+      started: `time.monotonic()` when `save` was called.
+      failure: what went wrong; after `thread` has ended it is the same on every process.
+      manifest: of a save that is durable.
+    """
+
+    step: int
+    folder: epath.Path
+    arrays: dict[str, ArrayRecord]
+    metrics: dict[str, float]
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    failure: Failure | None = None
+    manifest: Manifest | None = None
+    thread: threading.Thread | None = None
+
+
+def finish(save: Save, wait_for_orbax: Callable[[], None]) -> None:
+    """Makes a save durable, or gives it a failure and removes what it left behind."""
+    try:
+        if save.failure is None:
+            try:
+                wait_for_orbax()
+            except Exception as error:
+                save.failure = describe(error, save.folder, "can't save")
+        _agree("written", save)
+        if save.failure is None:
+            _hash_and_seal(save)
+    except Exception as error:  # a peer that is lost, or a bug: nobody else would see it in this thread
+        save.failure = save.failure or describe(error, save.folder, "can't save")
+    if save.failure is not None and peers.index() == 0:
+        for leftover in [*layout.temporaries(save.folder.parent), save.folder]:
+            files.remove_tree(leftover)
+
+
+def _hash_and_seal(save: Save) -> None:
+    names = None
+    try:
+        if peers.index() == 0:
+            files.sync_tree(save.folder)
+            names = list(files.walk(save.folder))
+    except OSError as error:
+        save.failure = describe(error, save.folder, "can't sync")
+    names = peers.exchange("checkpoint_files", names)[0]
+    records = {}
+    try:
+        records = hash_files(save.folder, (names or [])[peers.index() :: peers.count()])
+    except OSError as error:
+        save.failure = save.failure or describe(error, save.folder, "can't read back what was written")
+    shares = peers.exchange("checkpoint_hashes", records)
+    _agree("hashed", save)
+    if save.failure is not None:
+        return
+    if peers.index() == 0:
+        merged = {name: (size, digest) for share in shares for name, (size, digest) in share.items()}
+        manifest = new_manifest(save.step, merged, save.arrays, save.metrics)
+        try:
+            write_manifest(save.folder, manifest)
+            save.manifest = manifest
+        except OSError as error:
+            save.failure = describe(error, save.folder, "can't write the manifest")
+    _agree("sealed", save)
+
+
+def _agree(point: str, save: Save) -> None:
+    """Gives every process the first failure that any of them has."""
+    answers = peers.exchange(f"checkpoint_{point}", None if save.failure is None else save.failure.pack())
+    save.failure = unpack(next((answer for answer in answers if answer is not None), None))

@@ -1,0 +1,63 @@
+"""Where things stand below RUN/checkpoints.
+
+```
+checkpoints/<step>/state/          arrays (Orbax, OCDBT)
+checkpoints/<step>/meta/metadata   counters and the callbacks' state (JSON)
+checkpoints/<step>/manifest.json   size and hash of every other file; written last
+checkpoints/_quarantine/<step>     damaged steps, kept to be looked at
+checkpoints/_superseded/<step>     steps that lay ahead of the one that a run went back to
+checkpoints/_trash/                steps on their way out
+```
+
+A step without a manifest does not exist: its save was not finished.
+"""
+
+from __future__ import annotations
+
+from etils import epath
+
+MANIFEST = "manifest.json"
+META = "meta/metadata"
+QUARANTINE = "_quarantine"
+SUPERSEDED = "_superseded"
+TRASH = "_trash"
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def checkpoints_root(run_dir: epath.PathLike) -> epath.Path:
+    """RUN/checkpoints."""
+    return epath.Path(run_dir) / "checkpoints"
+
+
+def finished_steps(root: epath.Path) -> list[int]:
+    """Steps that have a manifest, in order. Says nothing of whether they are intact."""
+    return sorted(int(entry.name) for entry in _steps(root) if (entry / MANIFEST).exists())
+
+
+def unfinished_steps(root: epath.Path) -> list[epath.Path]:
+    """Folders that Orbax committed, but whose manifest was never written."""
+    return [entry for entry in _steps(root) if not (entry / MANIFEST).exists()]
+
+
+def temporaries(root: epath.Path) -> list[epath.Path]:
+    """What Orbax left behind of saves that were cut off."""
+    return [entry for entry in _entries(root) if _TEMPORARY in entry.name]
+
+
+def unused_path(folder: epath.Path, name: str) -> epath.Path:
+    """`folder/name`, or with a number behind it when that is taken."""
+    path, number = folder / name, 1
+    while path.exists():
+        path, number = folder / f"{name}.{number}", number + 1
+    return path
+
+
+def _steps(root: epath.Path) -> list[epath.Path]:
+    return [entry for entry in _entries(root) if entry.name.isascii() and entry.name.isdigit() and entry.is_dir()]
+
+
+def _entries(root: epath.Path) -> list[epath.Path]:
+    try:
+        return list(root.iterdir())
+    except FileNotFoundError:
+        return []

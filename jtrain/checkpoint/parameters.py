@@ -1,0 +1,56 @@
+"""Parameters alone, from another run's checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etils import epath
+
+from jtrain.checkpoint import arrays
+from jtrain.checkpoint.layout import MANIFEST, checkpoints_root, finished_steps
+from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, check_files, read_manifest
+from jtrain.errors import CheckpointError
+
+
+def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str = "params") -> Any:
+    """Reads the parameters of a run (its newest intact step) or of one checkpoint.
+
+    Args:
+      path: RUN, RUN/checkpoints or RUN/checkpoints/<step>.
+      abstract_params: pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
+      prefix: where the parameters stand in the saved state.
+
+    Returns:
+      The pytree with arrays. Optimizer state, step and counters are not read.
+
+    Raises:
+      CheckpointError: there is no intact checkpoint, or its parameters have other paths, shapes or dtypes.
+    """
+    folder, manifest = _intact(epath.Path(path))
+    wanted = {f"{prefix}/{name}": leaf for name, leaf in arrays.flatten(abstract_params).items()}
+    saved = {name: record for name, record in manifest.arrays.items() if name.startswith(f"{prefix}/")}
+    arrays.require_equal(saved, arrays.records(wanted), str(folder))
+    restored = arrays.read_arrays(folder / "state", wanted, partial=True)
+    return arrays.unflatten(abstract_params, {name.removeprefix(f"{prefix}/"): x for name, x in restored.items()})
+
+
+def _intact(path: epath.Path) -> tuple[epath.Path, Manifest]:
+    if (path / MANIFEST).exists():
+        manifest = read_manifest(path)
+        check_files(path, manifest)
+        return path, manifest
+    root = next((root for root in (checkpoints_root(path), path) if finished_steps(root)), None)
+    if root is None:
+        raise CheckpointError(
+            f"{path} holds no finished checkpoint",
+            "give a run directory, or one of its folders checkpoints/<step>",
+        )
+    damage: DamagedCheckpoint | None = None
+    for step in reversed(finished_steps(root)):
+        try:
+            manifest = read_manifest(root / str(step))
+            check_files(root / str(step), manifest)
+            return root / str(step), manifest
+        except DamagedCheckpoint as error:
+            damage = damage or error
+    raise CheckpointError(f"{path}: no checkpoint is intact; the newest: {damage.message if damage else ''}")

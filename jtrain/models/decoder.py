@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jtrain.models.attention import Attention
 from jtrain.models.config import DecoderConfig
@@ -83,20 +84,21 @@ class Decoder(nnx.Module):
       param_dtype: type in which parameters are stored.
     """
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, param_dtype: jnp.dtype = jnp.dtype("float32")):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, param_dtype: DTypeLike = "float32"):
         self.config = config
-        self.embed_tokens = Embedding(config, rngs.params(), param_dtype)
+        dtype = jnp.dtype(param_dtype)
+        self.embed_tokens = Embedding(config, rngs.params(), dtype)
         head_key, layers_key = rngs.params(), rngs.params()
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(layers_key, jnp.arange(config.num_hidden_layers))
 
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
         def stacked(key: jax.Array) -> Layer:
-            return Layer(config, nnx.Rngs(params=key), param_dtype)
+            return Layer(config, nnx.Rngs(params=key), dtype)
 
         self.layers = stacked(keys)
-        self.final_norm = Norm(config, param_dtype)
+        self.final_norm = Norm(config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Head(config, head_key, param_dtype)
+            self.lm_head = Head(config, head_key, dtype)
 
     def hidden(
         self,
@@ -132,7 +134,7 @@ class Decoder(nnx.Module):
         if position_ids is None:
             position_ids = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
         table = self.embed_tokens.embedding[...]
-        x = embedding_lookup(table, input_ids)
+        x = constrain(embedding_lookup(table, input_ids), "batch", "sequence", None)
         x = constrain(x, "batch", "residual_sequence", None)
         if rng is not None and row is not None:
             x = row_dropout(x, config.dropout, jax.random.fold_in(rng, 0), row)

@@ -56,17 +56,17 @@ def attention(
     """
     if window is not None and not causal:
         raise ValueError("window needs causal=True")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     name = chosen_kernel(kernel, platform=platform(), length=q.shape[1], head_dim=q.shape[-1], dtype=q.dtype)
     if name == "splash":
-        return splash_attention(q, k, v, segment_ids=segment_ids, causal=causal, window=window, scale=scale)
+        return splash_attention(q, k, v, segment_ids=segment_ids, causal=causal, window=window, scale=factor)
     if name == "cudnn":
         same = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         local = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
-            q, k, v, mask=same, scale=scale, is_causal=causal, local_window_size=local, implementation="cudnn"
+            q, k, v, mask=same, scale=factor, is_causal=causal, local_window_size=local, implementation="cudnn"
         )
-    return xla_attention(q, k, v, segment_ids=segment_ids, causal=causal, window=window, scale=scale)
+    return xla_attention(q, k, v, segment_ids=segment_ids, causal=causal, window=window, scale=factor)
 
 
 def platform() -> str:

@@ -133,9 +133,7 @@ def _chunk(options: _Options, x_BCD: jax.Array, head_DV: jax.Array, t_BC: jax.Ar
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(
-    options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t_NBC: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _chunked(options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
     zero = jnp.zeros((), jnp.promote_types(x_NBCD.dtype, jnp.float32))
 
     def body(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):

@@ -87,7 +87,7 @@ def _local(
 
     def one_row(q_KGLDh: jax.Array, k_KLDh: jax.Array, v_KLDh: jax.Array, segments_L: jax.Array) -> jax.Array:
         ids = kernels.SegmentIds(q=segments_L, kv=segments_L)
-        return jax.vmap(lambda q, k, v: one_group(q, k, v, segment_ids=ids))(q_KGLDh, k_KLDh, v_KLDh)
+        return jax.vmap(lambda q, k, v: jnp.asarray(one_group(q, k, v, segment_ids=ids)))(q_KGLDh, k_KLDh, v_KLDh)
 
     def lanes(x: jax.Array) -> jax.Array:
         """Zeros up to whole lanes: they add nothing to a score, and come out as zeros."""
@@ -95,5 +95,5 @@ def _local(
 
     q = jnp.moveaxis(lanes(q).reshape(b, length, kv_heads, heads // kv_heads, -1), 1, 3)
     k, v = (jnp.moveaxis(lanes(x), 1, 2) for x in (k, v))
-    out = jax.vmap(one_row)(q, k, v, segments.astype(jnp.int32))
-    return jnp.moveaxis(out, 3, 1)[..., :size].reshape(b, length, heads, size)
+    out_BKGLDh = jax.vmap(one_row)(q, k, v, segments.astype(jnp.int32))
+    return jnp.moveaxis(out_BKGLDh, 3, 1)[..., :size].reshape(b, length, heads, size)

@@ -101,3 +101,23 @@ class ArrayRows:
                 f"examples {sorted(set(examples.tolist()))[:8]} differ in their fields or shapes: {error}",
                 "Give every example the same fields, padded to the same shape.",
             ) from error
+
+
+def as_rows(data: Any, *, seed: int | None, shuffle: bool = True) -> Any:
+    """A user's data as rows: rows stay as they are, everything else becomes `ArrayRows`.
+
+    Args:
+      data: rows, a mapping of arrays, or a random-access sequence of dicts.
+      seed: of the shuffled stream for training; None: once in order, for evaluation.
+      shuffle: False: training in order, too.
+
+    Raises:
+      DataError: none of these.
+    """
+    if hasattr(data, "rows"):
+        return data
+    if not isinstance(data, Mapping) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise DataError(
+            f"a {type(data).__name__} is no dataset", "Give arrays by name, or a sequence of dicts (random access)."
+        )
+    return ArrayRows(data, seed=seed or 0, shuffle=shuffle, once=seed is None)

@@ -1,0 +1,25 @@
+"""Tasks: what is particular to a kind of training (its batch, loss and metrics), thin on the one Trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jtrain.config.schema import Config
+
+
+def run(config: Config) -> int:
+    """Runs the task that the config names, to its end.
+
+    Returns:
+      The program's exit code, 0.
+
+    Raises:
+      JtrainError: whatever ended the run early, with its exit code.
+    """
+    from jtrain.parallel import processes
+    from jtrain.tasks.pretrain import PretrainTrainer
+
+    PretrainTrainer(config).fit()
+    processes.shutdown()
+    return 0

@@ -1,0 +1,67 @@
+"""jtrain: a JAX/Flax trainer for language (and other) models on GPUs and TPUs.
+
+Names are loaded when they are first used, so that `jtrain --help` does not wait for JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jtrain.checkpoint.checkpoints import Checkpoints
+    from jtrain.config.load import load_config
+    from jtrain.config.schema import Config
+    from jtrain.data.loader import DataLoader
+    from jtrain.errors import JtrainError
+    from jtrain.parallel.mesh import make_mesh
+    from jtrain.tasks.pretrain import PretrainTrainer
+    from jtrain.train.callbacks import Callback
+    from jtrain.train.loss import Loss, row_keys
+    from jtrain.train.state import TrainState, init_state
+    from jtrain.train.step import make_train_step
+    from jtrain.train.trainer import History, Trainer
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Callback": "train.callbacks",
+    "Checkpoints": "checkpoint.checkpoints",
+    "Config": "config.schema",
+    "DataLoader": "data.loader",
+    "History": "train.trainer",
+    "JtrainError": "errors",
+    "Loss": "train.loss",
+    "PretrainTrainer": "tasks.pretrain",
+    "TrainState": "train.state",
+    "Trainer": "train.trainer",
+    "init_state": "train.state",
+    "load_config": "config.load",
+    "make_mesh": "parallel.mesh",
+    "make_train_step": "train.step",
+    "row_keys": "train.loss",
+}
+
+__all__ = [
+    "Callback",
+    "Checkpoints",
+    "Config",
+    "DataLoader",
+    "History",
+    "JtrainError",
+    "Loss",
+    "PretrainTrainer",
+    "TrainState",
+    "Trainer",
+    "init_state",
+    "load_config",
+    "make_mesh",
+    "make_train_step",
+    "row_keys",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'jtrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jtrain.{_WHERE[name]}"), name)

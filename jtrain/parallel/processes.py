@@ -1,0 +1,194 @@
+"""The processes of a run, and the one place that touches `jax.distributed`.
+
+`start(config)` chooses the platform, makes CPU devices where they are asked for, and joins the other processes; it has
+to come before the first use of a device. On TPU pods, under Slurm and on GKE the processes find each other; elsewhere
+`distributed.*` says where the coordinator is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jtrain.config.schema import Config, DistributedConfig
+from jtrain.errors import ConfigError, PeerLostError
+
+log = logging.getLogger(__name__)
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,rocm", "tpu": "tpu"}
+
+
+def start(config: Config) -> list[jax.Device]:
+    """Brings up the backend and joins the other processes.
+
+    Returns:
+      The devices of the run (all processes').
+
+    Raises:
+      ConfigError: the accelerator is not there, or `devices` asks for more than there are.
+      PeerLostError: the coordinator or a process did not answer.
+    """
+    processes = config.distributed.num_processes or _detected_processes() or 1
+    if not _backend_is_up():
+        _choose_platform(config, processes)
+        _compile_cache(config.compile_cache)
+        if processes > 1 and not jax.distributed.is_initialized():
+            _join(config.distributed)
+    if config.precision == "64-true":
+        jax.config.update("jax_enable_x64", True)
+    return _devices(config)
+
+
+def is_main() -> bool:
+    """Whether this process writes the run's files and prints (process 0)."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits for every process; nothing when there is one."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def agree(value: Any) -> Any:
+    """Process 0's value of a number or a small numpy array, on every process."""
+    if jax.process_count() == 1:
+        return value
+    return multihost_utils.broadcast_one_to_all(np.asarray(value))
+
+
+def any_process(flag: bool) -> bool:
+    """Whether `flag` holds on any process. A collective: every process has to call it at the same place."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def leave(code: int) -> None:
+    """Ends this process at once with `code`, without waiting for the others.
+
+    With several processes an ordinary exit waits in the shutdown barrier for peers that may hang in a collective; the
+    logs are flushed here and the operating system cleans up.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _backend_is_up() -> bool:
+    from jax._src import xla_bridge  # no public question exists; asking for devices would start the backend
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _choose_platform(config: Config, processes: int) -> None:
+    if config.accelerator != "auto":
+        jax.config.update("jax_platforms", _PLATFORMS[config.accelerator])
+    if config.accelerator == "cpu" and config.devices != "auto":
+        if config.devices % processes:
+            raise ConfigError(
+                f"devices={config.devices} can't be divided over distributed.num_processes={processes}",
+                f"write a multiple of {processes}",
+            )
+        jax.config.update("jax_num_cpu_devices", config.devices // processes)
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def _compile_cache(setting: str) -> None:
+    """A private folder of compiled programs: it holds native code, so nobody else may write there."""
+    if not setting:
+        return
+    if setting == "auto":
+        if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+            return
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "jtrain" / "xla"
+    else:
+        folder = Path(setting)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        state = folder.stat()
+        if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o022:
+            raise ConfigError(
+                f"compile_cache={str(folder)!r} belongs to, or can be written by, another user",
+                f"chmod 700 {folder}, or give another folder: it holds native code that this program runs",
+            )
+    except OSError as error:
+        log.warning("no compile cache: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _detected_processes() -> int | None:
+    """Number of processes as the launcher's environment tells it (Slurm, Open MPI, TPU pods, GKE), else None."""
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    slices = os.environ.get("MEGASCALE_NUM_SLICES", "1")
+    return (hosts.count(",") + 1) * (int(slices) if slices.isdigit() else 1) if hosts else None
+
+
+def _join(distributed: DistributedConfig) -> None:
+    arguments: dict[str, Any] = {}
+    if distributed.coordinator_address:
+        arguments = {
+            "coordinator_address": distributed.coordinator_address,
+            "num_processes": distributed.num_processes,
+            "process_id": distributed.process_id,
+            # jax's own default listens on every interface
+            "coordinator_bind_address": distributed.bind_address or distributed.coordinator_address,
+        }
+    try:
+        jax.distributed.initialize(**arguments)
+    except ValueError as error:
+        raise ConfigError(
+            f"distributed.num_processes={distributed.num_processes}: {error}",
+            "give distributed.coordinator_address, num_processes and process_id on every process",
+        ) from error
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"process {distributed.process_id} could not join {distributed.coordinator_address}: {error}",
+            "see that every process was started with the same address, and that the port is open",
+        ) from error
+
+
+def _devices(config: Config) -> list[jax.Device]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"accelerator={config.accelerator!r}: {str(error).splitlines()[0]}",
+            "install the extra for it (pip install 'jtrain[cuda12]' or 'jtrain[tpu]'), or write accelerator: cpu",
+        ) from error
+    platform = devices[0].platform
+    if config.accelerator != "auto" and platform != config.accelerator:
+        raise ConfigError(
+            f"accelerator={config.accelerator!r}, but jax already runs on {platform!r} in this process",
+            "choose the accelerator before the first use of jax",
+        )
+    if config.devices == "auto" or config.devices == len(devices):
+        return devices
+    if config.devices > len(devices) or jax.process_count() > 1:
+        remedy = "write devices: auto, or accelerator: cpu to try the mesh on CPU devices"
+        raise ConfigError(f"devices={config.devices}, but there are {len(devices)} {platform} devices", remedy)
+    return devices[: config.devices]
+
+
+def shutdown() -> None:
+    """Leaves the other processes in an orderly way, at the end of a run that went well."""
+    if jax.process_count() > 1:
+        with contextlib.suppress(RuntimeError):
+            jax.distributed.shutdown()

@@ -1,0 +1,63 @@
+"""From a config to a decoder that fits its tokenizer, its rows and its mesh; every rule fails before a device is used."""
+
+from __future__ import annotations
+
+import math
+
+from jtrain.config.schema import Config, ModelConfig
+from jtrain.data.tokenizers import Tokenizer
+from jtrain.errors import ConfigError, DataError
+from jtrain.models.config import DecoderConfig
+from jtrain.models.presets import preset
+
+_SHAPE_FIELDS = tuple(
+    name for name in ModelConfig.model_fields if name != "preset" and name in DecoderConfig.__dataclass_fields__
+)
+
+
+def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
+    """The decoder's shape: the preset, the fields that replace its own, the tokenizer's vocabulary.
+
+    Raises:
+      ConfigError: an unknown preset, a row longer than the model takes, heads that `mesh.tensor` does not divide.
+      DataError: a tokenizer with more tokens than the model's vocabulary.
+    """
+    section = config.model
+    shape = preset(section.preset, **{name: getattr(section, name) for name in _SHAPE_FIELDS})
+    if section.vocab_size is None:
+        shape = shape.replace(vocab_size=tokenizer.vocab_size)
+    elif tokenizer.vocab_size > section.vocab_size:
+        raise DataError(
+            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, model.vocab_size is "
+            f"{section.vocab_size}",
+            f"write model.vocab_size: {tokenizer.vocab_size} (or more), or leave it out",
+        )
+    if config.max_length > shape.max_position_embeddings:
+        raise ConfigError(
+            f"max_length={config.max_length} is over model.max_position_embeddings={shape.max_position_embeddings}",
+            f"write max_length: {shape.max_position_embeddings} (or less), or raise model.max_position_embeddings",
+        )
+    if config.mesh.tensor > 1:
+        check_tensor(shape, config.mesh.tensor)
+    return shape
+
+
+def check_tensor(shape: DecoderConfig, tensor: int) -> None:
+    """Sees that `mesh.tensor` divides what it has to (vocabulary and key-value heads are padded or repeated).
+
+    Raises:
+      ConfigError: it does not; the message names the nearest values that would.
+    """
+    for field, size in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("intermediate_size", shape.intermediate_size),
+    ):
+        if size % tensor:
+            common = math.gcd(shape.num_attention_heads, shape.intermediate_size)
+            legal = [n for n in range(1, common + 1) if common % n == 0]
+            nearest = min(legal, key=lambda n: (abs(n - tensor), n))
+            raise ConfigError(
+                f"model.{field}={size} is not divisible by mesh.tensor={tensor}",
+                f"write mesh.tensor: {nearest} (it may be {', '.join(map(str, legal[:8]))}), "
+                f"or model.{field}: {-(-size // tensor) * tensor}",
+            )

@@ -1,0 +1,97 @@
+"""Callbacks: what a user hangs into the loop. The loop calls them in list order, at fixed places.
+
+After every step: log, evaluate, save, always in this order. What Hugging Face's `on_substep_end` and
+`on_pre_optimizer_step` are used for is an optax transform or a `step_hook` here, since the step is one compiled program.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jtrain.train.trainer import Trainer
+
+
+class Callback:
+    """Base class with empty methods. `trainer.request_log/evaluate/save/stop()` may be called from any of them."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Before the first step, after restore."""
+
+    def on_step_start(self, trainer: Trainer, step: int) -> None:
+        """Before update `step` is dispatched."""
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        """Update `step` is done; its figures are read one step late, while the next one runs."""
+
+    def on_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl was written."""
+
+    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """An evaluation ended."""
+
+    def on_save(self, trainer: Trainer, step: int) -> None:
+        """A save of `step` began (the event `durable` tells when it is safe)."""
+
+    def on_preemption(self, trainer: Trainer, step: int) -> None:
+        """The run was asked to stop; `step` is saved next."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """The loop ends with an error."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """After the last step, its evaluation and its save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, before `on_fit_start` of a resumed run."""
+
+
+class CallbackList:
+    """Calls every callback in order."""
+
+    def __init__(self, callbacks: list[Callback]):
+        self.callbacks = callbacks
+
+    def __call__(self, method: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, method)(*arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by class name and place, so that a second callback of a class keeps its own."""
+        return {f"{i}:{type(c).__name__}": s for i, c in enumerate(self.callbacks) if (s := c.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, callback in enumerate(self.callbacks):
+            if (key := f"{i}:{type(callback).__name__}") in state:
+                callback.load_state_dict(state[key])
+
+
+class EarlyStopping(Callback):
+    """Ends the run after `patience` evaluations in a row without a better metric."""
+
+    def __init__(self, metric: str, mode: str, patience: int, threshold: float = 0.0):
+        self.metric, self.sign = metric, 1.0 if mode == "min" else -1.0
+        self.patience, self.threshold = patience, threshold
+        self.best: float | None = None
+        self.waited = 0
+
+    def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        value = metrics.get(self.metric)
+        if value is None:
+            return
+        if self.best is None or self.sign * (self.best - value) > self.threshold:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+            if self.waited >= self.patience:
+                trainer.request_stop(f"{self.metric} has not improved for {self.waited} evaluations")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]

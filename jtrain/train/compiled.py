@@ -1,0 +1,63 @@
+"""Ahead-of-time compilation of the step: once, timed, and with a word when it happens again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+log = logging.getLogger(__name__)
+
+
+class CompiledStep:
+    """Calls a jitted function through its compiled form; a call with other shapes compiles again and says why.
+
+    Attributes:
+      seconds: time of tracing and compiling, in all.
+      latest: the newest `jax.stages.Compiled`, for its HLO and memory analysis; None before the first call.
+    """
+
+    def __init__(self, jitted: Callable[..., Any], name: str, *, once: bool = True):
+        self.name = name
+        self.seconds = 0.0
+        self.latest: Any = None
+        self._jitted: Any = jitted
+        self._programs: dict[Any, Any] = {}
+        self._once = once
+
+    def __call__(self, *arguments: Any) -> Any:
+        signature = _signature(arguments[-1])
+        program = self._programs.get(signature)
+        if program is None:
+            program = self.compile(*arguments)
+        return program(*arguments)
+
+    def compile(self, *arguments: Any) -> Any:
+        """Compiles for arguments or `ShapeDtypeStruct`s with shardings, without running."""
+        signature = _signature(arguments[-1])
+        if self._programs and self._once:
+            before = next(reversed(self._programs))
+            log.warning("%s is compiled again: %s", self.name, _difference(before, signature))
+        start = time.perf_counter()
+        self.latest = self._jitted.lower(*arguments).compile()
+        self.seconds += time.perf_counter() - start
+        self._programs[signature] = self.latest
+        return self.latest
+
+
+def _signature(batch: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return tuple((jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves)
+
+
+def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
+    old, new = {row[0]: row[1:] for row in before}, {row[0]: row[1:] for row in after}
+    changed = [
+        f"batch{name} was {old.get(name, 'absent')}, is {new.get(name, 'absent')}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+    return "; ".join(changed) or "the arguments' layout changed"

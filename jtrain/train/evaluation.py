@@ -1,0 +1,68 @@
+"""Evaluation: exact over every row, whatever the batch size, the mesh or the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jtrain.data.loader import DataLoader
+from jtrain.train.loss import Loss
+
+Sums = dict[str, tuple[float, float]]
+
+
+class Evaluator:
+    """Evaluates a model on rows in their order; sums accumulate in float64 on the host.
+
+    Args:
+      step: `eval_step(params, variables, batch) -> Loss`.
+      loader: batches in order, the last one filled up with rows that count for nothing.
+      batches: how many.
+      compute_metrics: `sums -> metrics`, added to the figures (name -> (sum, count), `loss` among them).
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Loss],
+        loader: DataLoader,
+        batches: int,
+        compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
+    ):
+        self._step, self._loader, self._batches, self._compute = step, loader, batches, compute_metrics
+
+    def __call__(self, params: Any, variables: Any) -> dict[str, float]:
+        """`eval_loss` and `eval_<name>` for every metric of the loss that has a count, and the computed ones."""
+        sums: Sums = {}
+        previous: Loss | None = None
+        for index in range(self._batches):
+            current = self._step(params, variables, self._loader[index])
+            if previous is not None:  # read one batch late: the next one is already running
+                _add(sums, previous)
+            previous = current
+        if previous is not None:
+            _add(sums, previous)
+        metrics = {f"eval_{name}": total / count for name, (total, count) in sums.items() if count}
+        if self._compute is not None:
+            metrics |= self._compute(sums)
+        return metrics
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where it overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _add(sums: Sums, loss: Loss) -> None:
+    values = jax.device_get({"loss": (loss.sum, loss.count)} | loss.metrics)
+    for name, (total, count) in values.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = (before[0] + float(total), before[1] + float(count))

@@ -1,0 +1,79 @@
+"""Figures of the steps: rates between log points, utilisation, and the record that is written."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jtrain.observe.devices import peak_flops
+from jtrain.observe.flops import mfu
+from jtrain.observe.memory import peak_memory_gib
+
+if TYPE_CHECKING:
+    from jtrain.train.trainer import Trainer
+
+
+class Meter:
+    """Measures from one log point to the next; time spent in evaluation and saving does not count."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._devices = trainer.mesh.devices.size
+        kind = trainer.mesh.devices.flat[0].device_kind
+        self._peak = peak_flops(kind, trainer.program.precision.name)
+        self._seconds = self._wait = 0.0
+        self._tokens = self._steps = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts the clock again after something that is not training."""
+        self._mark = time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """Takes note of a wait for data."""
+        self._wait += seconds
+
+    def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The figures of a step as Python numbers; waits until it is done."""
+        host = jax.device_get({name: value for name, value in metrics.items() if name not in ("step", "skipped")})
+        now = time.perf_counter()
+        self._seconds += now - self._mark
+        self._mark = now
+        self._steps += 1
+        self._tokens += int(host["tokens"])
+        sums = {name: float(total) / float(count) if count else None for name, (total, count) in host["sums"].items()}
+        return sums | {
+            "loss": float(host["loss"]),
+            "learning_rate": float(host["learning_rate"]) if "learning_rate" in host else None,
+            "grad_norm": float(host["grad_norm"]),
+            "finite": bool(host["finite"]),
+            "batch_tokens": int(host["tokens"]),
+        }
+
+    def record(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The train line of metrics.jsonl for the step that `values` belong to; begins the next interval."""
+        trainer = self._trainer
+        rate = self._tokens / self._seconds if self._seconds else None
+        per_device = None if rate is None else rate / self._devices
+        flops = trainer.flops_per_token
+        causal, legacy = (None, None) if flops is None else (flops.causal, flops.legacy)
+        known = causal is not None and per_device is not None
+        record = {name: value for name, value in values.items() if name != "finite"} | {
+            "tokens": trainer.counters.tokens,
+            "examples": trainer.counters.examples,
+            "step_seconds": self._seconds / self._steps,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": per_device,
+            "mfu": mfu(causal, per_device, self._peak) if known else None,
+            "mfu_legacy": mfu(legacy, per_device, self._peak) if known else None,
+            "tflops_per_device": causal * per_device / 1e12 if known else None,
+            "memory_gib": peak_memory_gib(),
+            "data_wait_seconds": self._wait / self._steps,
+            "skipped_steps": trainer.counters.skipped,
+            "epoch": trainer.epoch,
+        }
+        self._seconds = self._wait = 0.0
+        self._tokens = self._steps = 0
+        return record

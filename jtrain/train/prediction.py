@@ -1,0 +1,38 @@
+"""Predictions over rows, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jtrain.data.loader import DataLoader
+from jtrain.ops.logical import logical_rules
+from jtrain.train.program import Program
+from jtrain.train.state import TrainState
+
+
+def predict(program: Program, state: TrainState, predict_fn: Callable[[Any, dict[str, jax.Array]], Any], rows: Any) -> Any:
+    """`predict_fn(model, batch)` over all rows.
+
+    Returns:
+      The function's tree, numpy arrays [number of rows, ...].
+    """
+
+    @jax.jit
+    def run(params: Any, variables: Any, batch: dict[str, jax.Array]) -> Any:
+        with logical_rules(program.mesh, program.rules), jax.default_matmul_precision(program.precision.matmul):
+            module = program.model.merge(program.precision.cast(params), variables)
+            module.eval()
+            return predict_fn(module, jax.tree.map(lambda x: x[0], batch))
+
+    size = program.batch.rows
+    outputs = []
+    with DataLoader(rows, global_batch_size=size, sharding=program.batch_sharding, prefetch=1) as loader:
+        for index in range(-(-len(rows) // size)):
+            output = run(state.params, state.variables, loader[index])
+            outputs.append(multihost_utils.process_allgather(output, tiled=True))
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows)], *outputs)

@@ -1,0 +1,169 @@
+"""The compiled heart of a run: mesh, model, optimizer, layout and the jitted step, built from a config.
+
+Needs no data and allocates nothing: the same function serves a run on real devices and the compilation of a step for
+hardware that is not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jtrain.config.rules import apply_strategy, resolve_batch, resolve_steps
+from jtrain.config.schema import Config
+from jtrain.errors import ConfigError
+from jtrain.parallel.mesh import data_ranks, make_mesh
+from jtrain.parallel.sharding import Rules, batch_sharding, make_rules
+from jtrain.parallel.xla import compiler_options
+from jtrain.train.loss import LossFn
+from jtrain.train.model import FunctionalModel, ModelFactory, functional_model
+from jtrain.train.optimizers import make_optimizer, trainable_mask
+from jtrain.train.precision import Precision, precision_policy
+from jtrain.train.schedules import Schedule, make_schedule
+from jtrain.train.state import StatePlan, TrainState, init_state, plan_state, select
+from jtrain.train.step import StepHook, make_eval_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """Rows of a step: `total` = `accumulation` micro-batches of `rows` rows, divided over the data-parallel ranks."""
+
+    total: int
+    rows: int
+    accumulation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a config compiles to.
+
+    Attributes:
+      config: with its strategy written out as mesh and sharding.
+      train_step: jitted `(state, batch) -> (state, metrics)`.
+      eval_step: jitted `(params, variables, batch) -> Loss`.
+      batch_sharding: of every array [A, b, ...] of a batch.
+    """
+
+    config: Config
+    mesh: Mesh
+    rules: Rules
+    precision: Precision
+    model: FunctionalModel
+    tx: optax.GradientTransformation
+    schedule: Schedule | None
+    plan: StatePlan
+    batch: BatchShape
+    train_step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    batch_sharding: NamedSharding
+
+    def init(self) -> TrainState:
+        """The initial state, in its shards."""
+        return init_state(self.model, self.tx, self.plan, seed=self.config.seed)
+
+
+def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:
+    """The config with its strategy written out, the mesh over `devices`, and the batch's arithmetic on it."""
+    config = apply_strategy(config)
+    mesh = make_mesh(config.mesh, devices=devices)
+    size = resolve_batch(config, data_ranks(mesh))
+    return config, mesh, BatchShape(size.global_, size.per_device * data_ranks(mesh), size.accumulation)
+
+
+def build_program(
+    config: Config,
+    model: ModelFactory | Any,
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh,
+    batch: BatchShape,
+    max_steps: int,
+    tokens_per_step: int | None = None,
+    steps_per_epoch: float | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    step_hook: StepHook | None = None,
+) -> Program:
+    """Builds the program of a run.
+
+    Args:
+      config: as `mesh_and_batch` returns it.
+      model: module class, function of `rngs`, or module.
+      loss_fn: the loss.
+      mesh: the mesh; its devices need not exist on this machine.
+      batch: as `mesh_and_batch` returns it.
+      max_steps: N, the updates of the run.
+      tokens_per_step: for schedule lengths in tokens.
+      steps_per_epoch: for schedule lengths in epochs.
+      optimizer: any optax chain, in place of `config.optimizer` and `config.schedule`.
+      step_hook: traced into the step before clipping.
+    """
+    split = functional_model(model)
+    device = mesh.devices.flat[0]
+    precision = precision_policy(config.precision, device)
+    if config.sharding.offload_optimizer or config.sharding.offload_parameters:
+        _check_offload(device)
+    rules = make_rules(config.sharding.rules)
+    trainable = trainable_mask(split.params, config.optimizer.freeze)
+    schedule: Schedule | None = None
+    if optimizer is None:
+        section = config.schedule
+
+        def steps(value: Any) -> int:
+            return resolve_steps(value, max_steps, tokens_per_step=tokens_per_step, steps_per_epoch=steps_per_epoch)
+
+        schedule = make_schedule(
+            section.name,
+            peak=config.optimizer.learning_rate,
+            total=max_steps,
+            warmup=steps(section.warmup_steps),
+            min_ratio=section.min_ratio,
+            decay=steps(section.decay_steps),
+        )
+        names = jax.tree.map(lambda keep, n: n if keep else None, trainable, split.names)
+        optimizer = make_optimizer(config.optimizer, schedule, select(split.params, trainable), names)
+    plan = plan_state(
+        split,
+        optimizer,
+        mesh,
+        rules,
+        precision,
+        trainable=trainable,
+        optimizer_axes=config.sharding.optimizer_axes,
+        gradient_axes=config.sharding.gradient_axes,
+        offload_optimizer=config.sharding.offload_optimizer,
+        offload_parameters=config.sharding.offload_parameters,
+        ema=config.optimizer.ema_decay > 0,
+    )
+    options = compiler_options(device.platform, deterministic=config.deterministic)
+    train_step = make_train_step(
+        split,
+        loss_fn,
+        optimizer,
+        plan,
+        precision,
+        seed=config.seed,
+        schedule=schedule,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        nonfinite=config.faults.nonfinite,
+        ema_decay=config.optimizer.ema_decay,
+        step_hook=step_hook,
+        compiler_options=options,
+    )
+    eval_step = make_eval_step(split, loss_fn, plan, precision, compiler_options=options)
+    return Program(
+        config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,
+        batch_sharding(mesh, rules),
+    )  # fmt: skip
+
+
+def _check_offload(device: jax.Device) -> None:
+    if device.platform == "cpu":
+        raise ConfigError(
+            "sharding.offload_optimizer/offload_parameters: on CPU devices everything is in host memory",
+            "leave both false with accelerator: cpu",
+        )

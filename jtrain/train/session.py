@@ -1,0 +1,194 @@
+"""A run's directory while it is open: lock, logs, trackers, checkpoints, and what may change on resume."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import jax
+from etils import epath
+
+import jtrain
+from jtrain.checkpoint.checkpoints import Checkpoints
+from jtrain.checkpoint.lock import RunLock
+from jtrain.checkpoint.manifest import DamagedCheckpoint
+from jtrain.checkpoint.run_dir import open_run_dir
+from jtrain.config.differences import differences
+from jtrain.config.export import to_yaml
+from jtrain.config.schema import Config
+from jtrain.errors import ConfigError
+from jtrain.observe.console import Console
+from jtrain.observe.metrics import Events, MetricsLog
+from jtrain.observe.trackers import Trackers
+from jtrain.parallel.processes import is_main
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Everything of a run that lies on disk or on the screen. Files are written by process 0 alone.
+
+    Args:
+      config: the run's.
+      max_steps: for the progress bar.
+    """
+
+    def __init__(self, config: Config, max_steps: int):
+        self.config = config
+        self.dry = bool(config.fast_dev_run)
+        self.last_save = time.monotonic()
+        self.last_save_step: int | None = None
+        self.checkpoints: Checkpoints | None = None
+        self._lock: RunLock | None = None
+        self._metrics: MetricsLog | None = None
+        self._events: Events | None = None
+        self._trackers: Trackers | None = None
+        self.console = Console(max_steps, process=jax.process_index(), level=config.logging.level)
+        if self.dry:
+            return
+        try:
+            self._open(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, config: Config) -> None:
+        run = open_run_dir(config.run_dir)
+        self._lock = RunLock(run.path, run.run_id)
+        self._lock.acquire()
+        section = config.checkpoint
+        self.checkpoints = Checkpoints(
+            run.path,
+            save_total_limit=section.save_total_limit,
+            keep_best=section.keep_best,
+            best_metric=section.best,
+            best_mode=section.best_mode,
+            async_save=section.async_save,
+            on_event=self.emit,
+        )
+        if section.resume == "never" and self.checkpoints.steps():
+            raise ConfigError(
+                f"checkpoint.resume is never, but run_dir={config.run_dir!r} holds checkpoints",
+                "give another run_dir, or write checkpoint.resume: auto",
+            )
+        if is_main():
+            self._metrics = MetricsLog(run.path)
+            self._events = Events(run.path)
+            self._trackers = Trackers(config.logging.trackers, run.path)
+
+    def saved(self, step: int) -> None:
+        """Takes note that a save of `step` began (or that `step` was restored)."""
+        self.last_save, self.last_save_step = time.monotonic(), step
+
+    def write_config(self) -> None:
+        """Writes config.yaml, once it is known that this run may go on in this directory."""
+        if not self.dry and is_main():
+            (epath.Path(self.config.run_dir) / "config.yaml").write_text(to_yaml(self.config))
+
+    def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The state and JSON that `checkpoint.resume` asks for; None for a fresh start.
+
+        Raises:
+          ConfigError: the checkpoint is another run's (its config differs where it must not).
+          CheckpointError: no such step, or none is intact.
+        """
+        wanted = self.config.checkpoint.resume
+        if self.checkpoints is None or wanted == "never" or (wanted == "auto" and not self.checkpoints.steps()):
+            return None
+        step = None if wanted == "auto" else int(wanted)
+        for candidate in reversed(self.checkpoints.steps()) if step is None else [step]:
+            with contextlib.suppress(DamagedCheckpoint):  # restore deals with it
+                self._check_resume(self.checkpoints.read_meta(candidate))
+                break
+        state, meta, step = self.checkpoints.restore(abstract, step)
+        self.saved(step)
+        self.emit("resume", {"step": step})
+        self.console.message(f"resumed from step {step} of {self.config.run_dir}")
+        return state, meta
+
+    def _check_resume(self, meta: dict[str, Any]) -> None:
+        harmless, refused = differences(Config.model_validate(meta["config"]), self.config)
+        platform = random_platform()
+        for name, value in meta["random"].items():
+            if platform.get(name) != value:
+                raise ConfigError(
+                    f"the checkpoint's random numbers were drawn with {name}={value!r}, now it is {platform.get(name)!r}",
+                    "set it as it was, or start a new run with --checkpoint.init_from",
+                )
+        if refused:
+            lines = "\n".join(f"  {difference}" for difference in refused)
+            raise ConfigError(
+                f"run_dir={self.config.run_dir!r} belongs to a run with another config:\n{lines}",
+                "give another run_dir; or start a new run from its parameters with --checkpoint.init_from",
+            )
+        for difference in harmless:
+            self.console.message(f"changed on resume: {difference}")
+
+    def emit(self, event: str, fields: dict[str, Any] | None = None) -> None:
+        """Writes a line of events.jsonl."""
+        if self._events is not None:
+            self._events.emit(event, **(fields or {}))
+
+    def log(self, step: int, split: str, values: dict[str, Any]) -> None:
+        """Writes figures to metrics.jsonl, to the trackers and to the console."""
+        if self._metrics is not None:
+            self._metrics.log(step, split, values)
+        if self._trackers is not None:
+            self._trackers.log(step, split, values)
+        (self.console.train if split == "train" else self.console.evaluate)(step, values)
+
+    def close(self) -> None:
+        """Ends everything; a save that is under way is finished first."""
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+        finally:
+            for part in (self._trackers, self._metrics, self._events, self.console):
+                if part is not None:
+                    part.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def random_platform() -> dict[str, Any]:
+    """What decides the bits of a draw, beside the key."""
+    return {
+        "prng": jax.config.jax_default_prng_impl,
+        "threefry_partitionable": jax.config.jax_threefry_partitionable,
+    }
+
+
+@dataclasses.dataclass
+class Counters:
+    """Counts since the start of the run, as Python integers; they live in the checkpoint's JSON.
+
+    Attributes:
+      step: optimizer updates applied.
+      skipped: steps skipped.
+      tokens: tokens without padding, of all batches used.
+      examples: rows of all batches used.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    examples: int = 0
+
+    def meta(self, config: Config, callbacks: dict[str, Any]) -> dict[str, Any]:
+        """The JSON beside the arrays of a checkpoint."""
+        return {
+            "counters": dataclasses.asdict(self),
+            "callbacks": callbacks,
+            "config": config.model_dump(mode="json"),
+            "random": random_platform(),
+            "versions": {"jtrain": jtrain.__version__, "jax": jax.__version__},
+        }

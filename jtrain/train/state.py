@@ -1,0 +1,184 @@
+"""The state of a run: one plain tree, its layout on the mesh, and how it is born.
+
+`plan_state` knows every shape and sharding before anything is allocated; `init_state` draws the parameters straight
+into their shards; `Checkpoints.restore` fills the same plan from disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jtrain.parallel.sharding import Rules, extend_spec, parameter_spec, shard_like_parameters
+from jtrain.train.model import FunctionalModel
+from jtrain.train.precision import LossScale, Precision
+
+INIT_STREAM, TRAIN_STREAM, DATA_STREAM, SAMPLE_STREAM = range(4)
+
+
+def stream_key(seed: int, stream: int, step: int | jax.Array = 0) -> jax.Array:
+    """The key of (seed, stream, step): the only source of randomness; nothing random is stored."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything on the devices that a run needs to continue.
+
+    Attributes:
+      step: int32 scalar, optimizer updates applied.
+      skipped: int32 scalar, steps skipped for numbers that were not finite; `step + skipped` batches have been used.
+      params: nested dict of arrays.
+      opt_state: the optax state, over the trainable parameters.
+      variables: what the model keeps beside parameters (batch statistics, ...).
+      loss_scale: fp16 only, else None.
+      ema: moving average of the parameters, else None.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    params: Any
+    opt_state: Any
+    variables: Any
+    loss_scale: LossScale | None = None
+    ema: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePlan:
+    """Shapes and places of a state.
+
+    Attributes:
+      abstract: a `TrainState` of `ShapeDtypeStruct`s with shardings.
+      gradients: tree of `NamedSharding` of the (accumulated) gradients; None where a parameter is frozen.
+      trainable: tree of bools, of the structure of the parameters.
+      mesh: the mesh.
+      rules: the table of logical axes.
+    """
+
+    abstract: TrainState
+    gradients: Any
+    trainable: Any
+    mesh: Mesh
+    rules: Rules
+
+    @property
+    def shardings(self) -> TrainState:
+        """A `TrainState` of `NamedSharding`s."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+
+def select(tree: Any, mask: Any) -> Any:
+    """The tree with None where `mask` is False: optax and `jax.grad` then do not see these leaves."""
+    return jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree)
+
+
+def combine(trained: Any, rest: Any, mask: Any) -> Any:
+    """The inverse of `select`: leaves of `trained` where the mask is True, of `rest` elsewhere."""
+    return jax.tree.map(lambda keep, a, b: a if keep else b, mask, trained, rest, is_leaf=lambda x: x is None)
+
+
+def plan_state(
+    model: FunctionalModel,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    rules: Rules,
+    precision: Precision,
+    *,
+    trainable: Any = None,
+    optimizer_axes: Sequence[str] = (),
+    gradient_axes: Sequence[str] = (),
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    ema: bool = False,
+) -> StatePlan:
+    """Plans the state's layout without touching a device.
+
+    Args:
+      model: the split model.
+      tx: any optax chain.
+      mesh: the mesh.
+      rules: the table of `make_rules`.
+      precision: its parameter dtype is the stored one.
+      trainable: tree of bools; None trains everything.
+      optimizer_axes: mesh axes that divide the optimizer state beyond the parameters' own (ZeRO-1).
+      gradient_axes: mesh axes that divide the gradients beyond the parameters' own (ZeRO-2).
+      offload_optimizer: optimizer state in pinned host memory between steps.
+      offload_parameters: parameters in pinned host memory between steps.
+      ema: whether a moving average is kept.
+    """
+    trainable = jax.tree.map(lambda _: True, model.params) if trainable is None else trainable
+    params = jax.eval_shape(precision.store, model.params)
+
+    def sharding(extra: Sequence[str], host: bool) -> Any:
+        def one(leaf: jax.ShapeDtypeStruct, names: Any) -> NamedSharding:
+            spec = extend_spec(parameter_spec(leaf.shape, names, mesh, rules), leaf.shape, extra, mesh)
+            return NamedSharding(mesh, spec, memory_kind="pinned_host") if host else NamedSharding(mesh, spec)
+
+        return jax.tree.map(one, params, model.names)
+
+    places = sharding((), offload_parameters)
+    moments = select(sharding(optimizer_axes, False), trainable)
+    opt_state, opt_places = shard_like_parameters(tx, select(params, trainable), moments, mesh)
+    if offload_optimizer:  # counters stay on the device: the step's arithmetic on them is scalar
+        opt_places = jax.tree.map(
+            lambda leaf, place: place.with_memory_kind("pinned_host") if leaf.ndim else place, opt_state, opt_places
+        )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    scale = LossScale(jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated), scalar)
+    abstract = TrainState(
+        step=scalar,
+        skipped=scalar,
+        params=_with(params, places),
+        opt_state=_with(opt_state, opt_places),
+        variables=jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), model.variables
+        ),
+        loss_scale=scale if precision.loss_scaling else None,
+        ema=_with(jax.eval_shape(_float32, params), sharding((), False)) if ema else None,
+    )
+    return StatePlan(abstract, select(sharding(gradient_axes, False), trainable), trainable, mesh, rules)
+
+
+def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: StatePlan, *, seed: int) -> TrainState:
+    """The initial state, every array born in its shards. The same bits on every mesh."""
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, plan.abstract.params)
+
+    def create() -> TrainState:
+        params, variables = model.init(stream_key(seed, INIT_STREAM))
+        params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, dtypes)
+        return TrainState(
+            step=jnp.int32(0),
+            skipped=jnp.int32(0),
+            params=params,
+            opt_state=tx.init(select(params, plan.trainable)),
+            variables=variables,
+            loss_scale=None if plan.abstract.loss_scale is None else LossScale.create(),
+            ema=None if plan.abstract.ema is None else _float32(params),
+        )
+
+    return jax.jit(create, out_shardings=plan.shardings)()
+
+
+def _with(shapes: Any, places: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+
+
+def _float32(tree: Any) -> Any:
+    """Averages are kept in float32 (or wider): a step of 1e-4 would vanish in bfloat16."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else leaf,
+        tree,
+    )

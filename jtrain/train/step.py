@@ -1,0 +1,224 @@
+"""The step: `train_step(state, batch) -> (state, metrics)`, one compiled program.
+
+Read it from top to bottom. For every micro-batch: cast the parameters, build the module, compute the loss's sum and
+count, add the gradients of the sum. Then, once: divide by the count of the whole global batch, take the norm, check
+that the numbers are finite, clip, update. Everything is a function of the state and the batch; every figure that a
+decision hangs on is a global one, so that all devices and processes decide alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jtrain.ops.logical import logical_rules
+from jtrain.train.loss import Loss, LossFn
+from jtrain.train.model import FunctionalModel
+from jtrain.train.precision import Precision
+from jtrain.train.schedules import Schedule
+from jtrain.train.state import TRAIN_STREAM, StatePlan, TrainState, combine, select, stream_key
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, Any]
+StepHook = Callable[[Any, TrainState, Metrics], tuple[Any, Metrics]]
+"""`step_hook(gradients, state, metrics) -> (gradients, metrics)`, traced into the step before clipping."""
+
+
+def make_train_step(
+    model: FunctionalModel,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    plan: StatePlan,
+    precision: Precision,
+    *,
+    seed: int,
+    schedule: Schedule | None = None,
+    max_grad_norm: float = 0.0,
+    nonfinite: str = "skip",
+    ema_decay: float = 0.0,
+    step_hook: StepHook | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Builds the jitted step.
+
+    Args:
+      model: the split model.
+      loss_fn: `loss_fn(module, micro_batch, rng) -> Loss`.
+      tx: the optax chain whose state the plan holds.
+      plan: the state's layout; the step's outputs are pinned to it.
+      precision: what the parameters are cast to, and whether the loss is scaled.
+      seed: of the run; the key of a step is a function of (seed, batches used so far).
+      schedule: for the figure `learning_rate`; None leaves it out.
+      max_grad_norm: gradients are scaled down to this global norm; 0: never.
+      nonfinite: skip | stop (both leave the state as it was) | warn (applies the update).
+      ema_decay: of the moving average, if the plan has one.
+      step_hook: sees and may change gradients and metrics.
+      compiler_options: passed to the compiler.
+
+    Returns:
+      `step(state, batch) -> (state, metrics)`. The state is donated. `batch` holds arrays [A, b, ...]: A micro-batches of
+      b rows. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `finite`, `step`, `skipped`, `tokens` (of
+      this batch, without padding), and `sums`: name -> (sum, count).
+    """
+
+    def gradients_of(trained: Any, state: TrainState, variables: Any, micro: Batch, rng: jax.Array, scale: Any) -> Any:
+        """Gradients of the scaled sum of one micro-batch, and its loss."""
+
+        def scaled_sum(trained: Any) -> tuple[jax.Array, tuple[Loss, Any]]:
+            params = precision.cast(combine(trained, state.params, plan.trainable))
+            module = model.merge(params, variables, _per_micro_batch(rng, micro))
+            module.train()
+            loss = loss_fn(module, micro, rng)
+            return loss.sum * scale, (loss, model.variables_of(module))
+
+        grads, (loss, variables) = jax.grad(scaled_sum, has_aux=True)(trained)
+        return _accumulation_dtype(grads, plan), loss, variables
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        state = _to_device(state, plan.abstract)
+        rng = stream_key(seed, TRAIN_STREAM, state.step + state.skipped)
+        scale = _scale(state, batch, precision)
+        trained = select(state.params, plan.trainable)
+
+        def one(carry: Any, micro: Batch) -> tuple[Any, None]:
+            total, variables = carry
+            grads, loss, variables = gradients_of(trained, state, variables, micro, rng, scale)
+            return (jax.tree.map(jnp.add, total, (grads, loss)), variables), None
+
+        first = jax.tree.map(lambda x: x[0], batch)
+        if len(first) and next(iter(batch.values())).shape[0] == 1:
+            grads, loss, variables = gradients_of(trained, state, state.variables, first, rng, scale)
+        else:
+            shapes = jax.eval_shape(gradients_of, trained, state, state.variables, first, rng, scale)[:2]
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            zeros = (_constrain(zeros[0], plan), zeros[1])
+            ((grads, loss), variables), _ = jax.lax.scan(one, (zeros, state.variables), batch)
+
+        count = jnp.where(loss.count > 0, loss.count, 1).astype(loss.sum.dtype)
+        grads = jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
+        metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": _tokens(batch)}
+        if step_hook is not None:
+            grads, metrics = step_hook(grads, state, metrics)
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        if max_grad_norm:  # torch.nn.utils.clip_grad_norm_'s coefficient
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_grad_norm / (norm + 1e-6)).astype(g.dtype), grads)
+
+        new = _update(state, grads, variables, tx, plan, ema_decay)
+        if nonfinite != "warn":
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        new = dataclasses.replace(new, skipped=state.skipped + (0 if nonfinite == "warn" else ~finite))
+        if state.loss_scale is not None:
+            new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite))
+        metrics |= {"grad_norm": norm, "finite": finite, "step": new.step, "skipped": new.skipped}
+        if schedule is not None:
+            metrics["learning_rate"] = schedule(state.step + 1)
+        return new, metrics
+
+    return _jit(train_step, plan, precision, compiler_options, out_shardings=(plan.shardings, None), donate_argnums=0)
+
+
+def make_eval_step(
+    model: FunctionalModel,
+    loss_fn: LossFn,
+    plan: StatePlan,
+    precision: Precision,
+    *,
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[[Any, Any, Batch], Loss]:
+    """Builds `eval_step(params, variables, batch) -> Loss`, summed over the batch's micro-batches.
+
+    Nothing is random: the module is in evaluation mode and `rng` is None.
+    """
+
+    def eval_step(params: Any, variables: Any, batch: Batch) -> Loss:
+        module = model.merge(precision.cast(_to_device(params, plan.abstract.params)), variables)
+        module.eval()
+
+        def one(micro: Batch) -> Loss:
+            return loss_fn(module, micro, None)
+
+        losses = jax.lax.map(one, batch)
+        return jax.tree.map(lambda x: x.sum(0), losses)
+
+    return _jit(eval_step, plan, precision, compiler_options)
+
+
+def _jit(function: Callable, plan: StatePlan, precision: Precision, options: dict | None, **keywords: Any) -> Callable:
+    """`jax.jit` with the table of logical axes and the matmul precision in force while it traces."""
+
+    def traced(*arguments: Any) -> Any:
+        with logical_rules(plan.mesh, plan.rules), jax.default_matmul_precision(precision.matmul):
+            return function(*arguments)
+
+    traced.__name__ = function.__name__
+    return jax.jit(traced, compiler_options=options or None, **keywords)
+
+
+def _update(
+    state: TrainState, grads: Any, variables: Any, tx: optax.GradientTransformation, plan: StatePlan, ema_decay: float
+) -> TrainState:
+    trained = select(state.params, plan.trainable)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+    updates, opt_state = tx.update(grads, state.opt_state, trained)
+    params = combine(optax.apply_updates(trained, updates), state.params, plan.trainable)
+    ema = state.ema
+    if ema is not None:
+        # The first averages follow quickly: decay = min(decay, (1 + k) / (10 + k)), as in tf.train.ExponentialMovingAverage.
+        k = state.step + 1
+        decay = jnp.minimum(ema_decay, (1 + k) / (10 + k))
+        ema = jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), ema, params)
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, variables=variables, ema=ema)
+
+
+def _scale(state: TrainState, batch: Batch, precision: Precision) -> Any:
+    """What the loss's sum is multiplied by before it is differentiated.
+
+    In fp16 the gradient of a *sum* over a batch would overflow at any useful loss scale, so it is also divided by the
+    number of targets, rounded up to a power of two (exact in floating point).
+    """
+    if not precision.loss_scaling or state.loss_scale is None:
+        return jnp.ones((), precision.parameter_dtype if precision.parameter_dtype == jnp.float64 else jnp.float32)
+    largest = max((x for name, x in batch.items() if name != "row"), key=lambda x: x.size)
+    targets = math.prod(largest.shape[: 3 if jnp.issubdtype(largest.dtype, jnp.integer) else 2])
+    return state.loss_scale.scale / 2.0 ** math.ceil(math.log2(max(targets, 1)))
+
+
+def _per_micro_batch(rng: jax.Array, micro: Batch) -> jax.Array:
+    """Seed of a module's own random streams: differs between micro-batches (their first row's number)."""
+    return jax.random.fold_in(rng, micro["row"][0]) if "row" in micro else rng
+
+
+def _accumulation_dtype(grads: Any, plan: StatePlan) -> Any:
+    """Gradients in float32 (or wider) and in their place: in Auto mode a gradient can lose a mesh axis."""
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+    return _constrain(wide, plan)
+
+
+def _constrain(grads: Any, plan: StatePlan) -> Any:
+    return jax.tree.map(jax.lax.with_sharding_constraint, grads, plan.gradients)
+
+
+def _tokens(batch: Batch) -> jax.Array:
+    """Tokens of the batch without padding; its rows where it has no tokens."""
+    if "segment_ids" in batch:
+        return (batch["segment_ids"] > 0).sum(dtype=jnp.int32)
+    if "attention_mask" in batch:
+        return (batch["attention_mask"] > 0).sum(dtype=jnp.int32)
+    return jnp.int32(math.prod(next(iter(batch.values())).shape[:2]))
+
+
+def _to_device(tree: Any, abstract: Any) -> Any:
+    """Brings what the plan keeps in host memory to the device; the step's out_shardings take it back."""
+
+    def one(leaf: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        place = abstract.sharding
+        return jax.device_put(leaf, place.with_memory_kind("device")) if place.memory_kind == "pinned_host" else leaf
+
+    return jax.tree.map(one, tree, abstract)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jtrain.data.arrays import ArrayRows
+    from jtrain.data.build import build_data
     from jtrain.data.loader import DataLoader
     from jtrain.data.packing import Plan, plan_rows
     from jtrain.data.rows import IGNORE, EvalRows, PackedRows, Rows, TrainRows
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 
 _MODULES = {
+    "build_data": "build",
     "ArrayRows": "arrays",
     "DataLoader": "loader",
     "Plan": "packing",
@@ -39,6 +41,7 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "TrainRows",
+    "build_data",
     "load_tokenizer",
     "plan_rows",
 ]

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.order import key64
+from jtrain.data.order import DATA_STREAM, key64
 from jtrain.data.rows import IGNORE, Batch, epoch_order
 from jtrain.errors import DataError
 
-_DATA_STREAM = 0x64617461
 WEIGHT = "row_weight"
 
 
@@ -77,7 +76,7 @@ class ArrayRows:
 
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(0, example) of rows by number."""
-        example = epoch_order(indices, self._size, key64(self._seed, _DATA_STREAM), self._shuffle)
+        example = epoch_order(indices, self._size, key64(self._seed, DATA_STREAM), self._shuffle)
         return np.zeros_like(example), example
 
     def rows(self, indices: np.ndarray) -> Batch:

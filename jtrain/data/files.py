@@ -49,8 +49,8 @@ def find_files(pattern: str, *, field: str) -> list[str]:
             found = [name for name in file_system.find(path) if name.lower().endswith(tuple(SUFFIXES))]
         else:
             found = [path] if file_system.exists(path) else []
-    except OSError as error:
-        raise DataError(f"{field}: {pattern} can't be listed: {error}") from error
+    except _failures(pattern) as error:
+        raise DataError(f"{field}: {pattern} can't be listed: {_reason(error)}") from error
     if not found:
         raise DataError(f"{field}: {pattern} does not exist, or matches no file", _KINDS_REMEDY)
     return sorted(file_system.unstrip_protocol(name) if is_url(pattern) else str(name) for name in found)
@@ -65,7 +65,7 @@ def open_file(path: str, *, field: str = "data.train") -> BinaryIO:
     file_system, name = _file_system(path, field)
     try:
         return file_system.open(name, "rb")
-    except OSError as error:
+    except _failures(path) as error:
         raise DataError(f"{field}: {path} can't be read: {_reason(error)}", "Check the path and its rights.") from error
 
 
@@ -122,5 +122,10 @@ def _file_system(path: str, field: str) -> tuple[Any, str]:
         raise DataError(f"{field}: {path} can't be opened: {error}") from error
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+def _failures(path: str) -> type[Exception]:
+    """What opening can raise: stores have error classes of their own."""
+    return Exception if is_url(path) else OSError
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

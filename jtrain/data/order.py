@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+# "data" in ASCII: keeps the data's keys apart from those of other random streams of the same seed.
+DATA_STREAM = 0x64617461
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = 8

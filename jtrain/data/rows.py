@@ -16,15 +16,13 @@ from typing import Protocol
 
 import numpy as np
 
-from jtrain.data.order import Mixture, key64, permute
+from jtrain.data.order import DATA_STREAM, Mixture, key64, permute
 from jtrain.data.packing import Plan
 from jtrain.data.store import TokenStore
 from jtrain.errors import ConfigError, DataError
 
 IGNORE = -100
 Batch = dict[str, np.ndarray]
-# "data" in ASCII: keeps these keys apart from those of other random streams of the same seed.
-_DATA_STREAM = 0x64617461
 
 
 class Rows(Protocol):
@@ -160,14 +158,14 @@ class TrainRows:
         """Where rows of the stream come from: (source, row of that source), int64 [n] each."""
         indices = np.asarray(indices, np.int64)
         if self._mixture is None:
-            pooled = epoch_order(indices, len(self), key64(self._seed, _DATA_STREAM), self._shuffle)
+            pooled = epoch_order(indices, len(self), key64(self._seed, DATA_STREAM), self._shuffle)
             source = np.searchsorted(self._offsets, pooled, side="right") - 1
             return source, pooled - self._offsets[source]
         source, place = self._mixture.locate(indices)
         row = np.empty_like(place)
         for number in np.unique(source).tolist():
             mine = source == number
-            key = key64(self._seed, _DATA_STREAM, number)
+            key = key64(self._seed, DATA_STREAM, number)
             row[mine] = epoch_order(place[mine], self._sizes[number], key, self._shuffle)
         return source, row
 

@@ -20,7 +20,7 @@ _REMEDY = "data.tokenizer is `bytes`, a tokenizer.json (or a folder that holds o
 # Tokens that end a document, by family; read only where no configuration beside the file names one.
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|endofsentence|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|beginofsentence|>", "[BOS]", "[CLS]")
-_PROBE = "The quick brown fox, 1234 times:\n\tnaïve façade — 東京 Ωμέγα 🙂 'quoted' (x == y); end. "
+_PROBE = "The quick brown fox, 1234 times:\n\tnaïve façade — 東京 Ωμέγα 🙂 ﬁ ①  'quoted' (x == y); end."
 
 
 class Tokenizer(Protocol):

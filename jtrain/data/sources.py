@@ -1,0 +1,275 @@
+"""Records of text files, JSONL, Parquet and ArrayRecord, read by chunks that workers can share.
+
+A .txt is one document; a record of the others is one. A record that can't be read comes out as a `Bad`, so that the
+policy (`data.on_bad_record`) is decided in one place; a file that can't be read at all is an error.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from jtrain.data.files import is_url, open_file, stat
+from jtrain.errors import DataError
+
+CHUNK_BYTES = 16 << 20
+WHOLE_TEXT_BYTES = 64 << 20
+_SEARCH_BYTES = 1 << 16
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a file.
+
+    Attributes:
+      kind: text, jsonl, parquet or array_record.
+      begin, end: bytes (text, jsonl), row groups (parquet) or records (array_record); end -1: all of it.
+      size: its share of the file's bytes, for the progress bar.
+      opens, closes: whether a document begins and ends with it (only a long text is cut inside a document).
+    """
+
+    path: str
+    kind: str
+    begin: int = 0
+    end: int = -1
+    size: int = 0
+    opens: bool = True
+    closes: bool = True
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Why a record can't be used, what to do, and the beginning of its content."""
+
+    reason: str
+    remedy: str
+    content: str
+
+
+def plan_chunks(
+    path: str, kind: str, chunk_bytes: int = CHUNK_BYTES, whole_text: int = WHOLE_TEXT_BYTES
+) -> list[Chunk]:
+    """Cuts a file into chunks of about `chunk_bytes`.
+
+    A text of more than `whole_text` bytes is cut at spaces between words, which is where tokenizers cut, too
+    (one that puts a space before a text puts one before each such part).
+    """
+    size = stat(path)[0]
+    if kind == "parquet":
+        return _plan_groups(path, chunk_bytes)
+    if kind == "array_record":
+        with _array_record(path) as reader:
+            records = int(reader.num_records())
+        step = max(1, records * chunk_bytes // max(1, size))
+        cuts = [(begin, min(records, begin + step)) for begin in range(0, records, step)]
+        return [Chunk(path, kind, a, b, size * (b - a) // records) for a, b in cuts]
+    if path.lower().endswith(".gz") or size <= (whole_text if kind == "text" else chunk_bytes):
+        return [Chunk(path, kind, size=size)]
+    cuts = [*range(0, size, chunk_bytes), size]
+    if kind == "text":
+        with open_file(path) as file:
+            cuts = sorted({0, *(_word_cut(file, cut, size) for cut in cuts[1:-1]), size})
+    return [
+        Chunk(path, kind, a, b, b - a, kind == "jsonl" or a == 0, kind == "jsonl" or b == size)
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def read_chunk(chunk: Chunk, text_field: str) -> Iterator[str | Bad | None]:
+    """Texts of a chunk in order; a Bad for a record that can't be used, None for a blank line.
+
+    Raises:
+      DataError: the file itself can't be read, or has no such column.
+    """
+    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "array_record": _read_array_record}
+    try:
+        yield from readers[chunk.kind](chunk, text_field)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{chunk.path} can't be read: {error}", "The file may be damaged or cut short.") from error
+
+
+def _read_text(chunk: Chunk, _: str) -> Iterator[str | Bad]:
+    with _opened(chunk.path) as file:
+        file.seek(chunk.begin)
+        content = file.read(chunk.end - chunk.begin if chunk.end >= 0 else -1)
+    if chunk.begin == 0:
+        content = content.removeprefix(b"\xef\xbb\xbf")
+    yield _decoded(content, chunk.begin)
+
+
+def _read_jsonl(chunk: Chunk, text_field: str) -> Iterator[str | Bad | None]:
+    """The lines that begin inside the chunk."""
+    with _opened(chunk.path) as file:
+        place = chunk.begin
+        if place:
+            file.seek(place - 1)
+            place += len(file.readline()) - 1
+        while chunk.end < 0 or place < chunk.end:
+            line = file.readline()
+            if not line:
+                return
+            if place == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            place += len(line)
+            yield _from_json(line, text_field) if line.strip() else None
+
+
+def _read_parquet(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
+    with _parquet(chunk.path) as table:
+        names = table.schema_arrow.names
+        if text_field not in names:
+            raise DataError(
+                f"{chunk.path}: there is no column {text_field!r}; the columns are: {', '.join(names)}",
+                "Set data.text_field to one of them.",
+            )
+        import pyarrow as pa
+
+        groups = list(range(chunk.begin, chunk.end))
+        for batch in table.iter_batches(1024, row_groups=groups, columns=[text_field]):
+            column = batch.column(0)
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            if pa.types.is_string(column.type):
+                column = column.cast(pa.binary())  # checked record by record, not by the column
+            elif pa.types.is_large_string(column.type):
+                column = column.cast(pa.large_binary())
+            for value in column.to_pylist():
+                yield _decoded(value) if isinstance(value, bytes) else _text(value, text_field)
+
+
+def _read_array_record(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
+    with _array_record(chunk.path) as reader:
+        for begin in range(chunk.begin, chunk.end, 1024):
+            for record in reader.read(begin, min(chunk.end, begin + 1024)):
+                yield _from_json(record, text_field)
+
+
+def _from_json(line: bytes, text_field: str) -> str | Bad:
+    text = _decoded(line)
+    if isinstance(text, Bad):
+        return text
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Bad(f"is not JSON: {error}", "Write one JSON object a line.", text[:_SHOWN])
+    if not isinstance(record, dict):
+        kind = "null" if record is None else type(record).__name__
+        return Bad(f"is not a JSON object but {kind}", 'Write {"text": ...} a line.', text[:_SHOWN])
+    if text_field not in record:
+        fields = ", ".join(record) or "none"
+        return Bad(
+            f"has no field {text_field!r}; its fields are: {fields}", "Set data.text_field to one.", text[:_SHOWN]
+        )
+    return _text(record[text_field], text_field)
+
+
+def _text(value: Any, text_field: str) -> str | Bad:
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        return Bad(f"has no text in field {text_field!r} but {kind}", "Remove the record.", repr(value)[:_SHOWN])
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return Bad(f"holds half of a surrogate pair at character {error.start}", "Repair it.", ascii(value)[:_SHOWN])
+    return value
+
+
+def _decoded(content: bytes, offset: int = 0) -> str | Bad:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        shown = content[max(0, error.start - 40) : error.start + 40].decode("utf-8", "backslashreplace")
+        return Bad(
+            f"is not UTF-8: byte 0x{content[error.start]:02x} at {offset + error.start}",
+            "Convert it, e.g. `iconv -f latin1 -t utf-8`.",
+            shown,
+        )
+
+
+def _word_cut(file: BinaryIO, place: int, size: int) -> int:
+    """The first place at or after `place` where a space follows something else; there every encoding of UTF-8 is whole.
+
+    A text without spaces is cut between two characters.
+    """
+    file.seek(place - 1)
+    window = file.read(_SEARCH_BYTES)
+    for at in range(1, len(window)):
+        if window[at : at + 1].isspace() and not window[at - 1 : at].isspace():
+            return place - 1 + at
+    at = next((at for at in range(1, len(window)) if window[at] & 0xC0 != 0x80), len(window))
+    return min(size, place - 1 + at)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    with open_file(path) as file:
+        if path.lower().endswith(".gz"):
+            with gzip.open(file) as inner:
+                yield cast(BinaryIO, inner)
+        else:
+            yield file
+
+
+@contextmanager
+def _parquet(path: str) -> Iterator[Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DataError(f"{path} needs the pyarrow package", "pip install pyarrow") from error
+    with open_file(path) as file:
+        try:
+            table = pq.ParquetFile(file)
+        except pa.ArrowException as error:
+            raise DataError(f"{path} is not a Parquet file: {error}") from error
+        try:
+            yield table
+        except pa.ArrowException as error:
+            raise DataError(f"{path} can't be read: {error}", "The file may be damaged.") from error
+
+
+def _plan_groups(path: str, chunk_bytes: int) -> list[Chunk]:
+    chunks = []
+    with _parquet(path) as table:
+        begin = size = 0
+        for group in range(table.num_row_groups):
+            size += table.metadata.row_group(group).total_byte_size
+            if size >= chunk_bytes or group + 1 == table.num_row_groups:
+                chunks.append(Chunk(path, "parquet", begin, group + 1, size))
+                begin, size = group + 1, 0
+    return chunks
+
+
+@contextmanager
+def _array_record(path: str) -> Iterator[Any]:
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError as error:
+        raise DataError(f"{path} needs the array_record package", "pip install array_record") from error
+    with tempfile.TemporaryDirectory() as folder:
+        local = path
+        if is_url(path):  # the reader opens local paths only
+            local = f"{folder}/copy.array_record"
+            with open_file(path) as source, open(local, "wb") as target:
+                shutil.copyfileobj(source, target)
+        else:
+            open_file(path).close()
+        try:
+            reader = ArrayRecordReader(local)
+        except Exception as error:  # the library raises bare ValueError or RuntimeError
+            raise DataError(f"{path} is not an ArrayRecord file: {error}") from error
+        try:
+            yield reader
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise DataError(f"{path} can't be read: {error}", "The file may be damaged.") from error
+        finally:
+            reader.close()

@@ -1,0 +1,127 @@
+"""One chunk of a source to token files. Runs in the trainer's process or in a worker; never imports jax."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jtrain.data.sources import Bad, Chunk, read_chunk
+from jtrain.data.tokenizers import Tokenizer
+from jtrain.errors import DataError, StorageError
+
+_BATCH_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How texts become documents of tokens.
+
+    Attributes:
+      text_field: field of a record that holds the text.
+      append_eos, prepend_bos: whether a document ends and begins with the tokenizer's token.
+      bad_limit: bad records after which reading a chunk is of no use; 0: the first ends the run.
+    """
+
+    text_field: str = "text"
+    append_eos: bool = True
+    prepend_bos: bool = False
+    bad_limit: int = 0
+
+
+@dataclass
+class ChunkResult:
+    """What a chunk held.
+
+    Attributes:
+      records: records read, blank lines included.
+      documents, tokens: written.
+      bad: bad records: index within the chunk and the fields of `Bad`.
+    """
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    bad: list[dict[str, Any]] = field(default_factory=list)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def check_special_tokens(tokenizer: Tokenizer, recipe: Recipe) -> None:
+    """Raises:
+    DataError: the recipe asks for a token that the tokenizer does not have.
+    """
+    for wanted, token, name in (
+        (recipe.append_eos, tokenizer.eos_id, "append_eos"),
+        (recipe.prepend_bos, tokenizer.bos_id, "prepend_bos"),
+    ):
+        if wanted and token is None:
+            kind = "end" if name == "append_eos" else "begin"
+            raise DataError(
+                f"data.{name} is true, but the tokenizer {tokenizer.spec} has no {kind}-of-sequence token",
+                f"Set data.{name}: false, or name the token in a tokenizer_config.json beside the tokenizer.",
+            )
+
+
+def tokenise_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
+    """Writes `out`.tokens (token_dtype) and `out`.lengths (int64: tokens of each document, in order).
+
+    Raises:
+      DataError: the file can't be read.
+      StorageError: the token files can't be written.
+    """
+    result = ChunkResult()
+    dtype = token_dtype(tokenizer.vocab_size)
+    texts: list[str] = []
+    characters = 0
+    records = read_chunk(chunk, recipe.text_field)
+    try:
+        with open(f"{out}.tokens", "wb") as token_file, open(f"{out}.lengths", "wb") as length_file:
+            while True:
+                record = next(records, _END)
+                if isinstance(record, str) and record:
+                    texts.append(record)
+                    characters += len(record)
+                elif isinstance(record, Bad):
+                    result.bad.append({"index": result.records, **asdict(record)})
+                full = len(texts) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS
+                stop = record is _END or len(result.bad) > recipe.bad_limit
+                if texts and (full or stop):
+                    tokens, lengths = _encode(texts, chunk, recipe, tokenizer, dtype)
+                    tokens.tofile(token_file)
+                    lengths.tofile(length_file)
+                    result.documents += len(lengths)
+                    result.tokens += len(tokens)
+                    texts, characters = [], 0
+                if stop:
+                    return result
+                result.records += 1
+    except OSError as error:
+        raise StorageError(
+            f"{out}.tokens can't be written: {error.strerror or error}", "Free space, or set data.cache_dir."
+        ) from error
+
+
+def _encode(
+    texts: Sequence[str], chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    before = [tokenizer.bos_id] if recipe.prepend_bos and chunk.opens else []
+    after = [tokenizer.eos_id] if recipe.append_eos and chunk.closes else []
+    documents = tokenizer.encode_batch(texts)
+    extra = len(before) + len(after)
+    lengths = np.fromiter((len(document) + extra for document in documents), np.int64, len(documents))
+    ids = itertools.chain.from_iterable(itertools.chain(before, document, after) for document in documents)
+    return np.fromiter(ids, dtype, int(lengths.sum())), lengths
+
+
+class _End:
+    pass
+
+
+_END = _End()

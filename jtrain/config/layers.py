@@ -169,7 +169,7 @@ def _assign_section(layer: Layer, section: str, value: Any, origin: str, *, text
             assign(layer, key, item, origin, text=text)
         return
     if not isinstance(value, str):
-        raise ConfigError(f"{origin}: {value!r} is not a section", f"Write {_short_form(section)}.")
+        raise ConfigError(f"{origin}: {value!r} is not a section", f"Write {short_form(section)}.")
     if value in names.NOT_BUILT.get(section, ()):
         raise not_built(section, value, origin)
     layer.replace(section)
@@ -177,7 +177,7 @@ def _assign_section(layer: Layer, section: str, value: Any, origin: str, *, text
         key, equals, item = pair.partition("=")
         path = f"{section}.{names.plain(key.strip())}"
         if not equals or not key.strip() or not item.strip():
-            raise ConfigError(f"{origin}: {value!r} is not a list of name=value", f"Write {_short_form(section)}.")
+            raise ConfigError(f"{origin}: {value!r} is not a list of name=value", f"Write {short_form(section)}.")
         if path not in names.fields():
             raise unknown(path, origin)
         if path in layer.values:
@@ -185,7 +185,8 @@ def _assign_section(layer: Layer, section: str, value: Any, origin: str, *, text
         layer.put(path, read_text(path, item.strip()), origin)
 
 
-def _short_form(section: str) -> str:
+def short_form(section: str) -> str:
+    """An example of what may be written for a whole section."""
     leaves = list(names.sections()[section].model_fields)[:2]
     return "mesh: fsdp=4,tensor=2" if section == "mesh" else f"{section}: {{{leaves[0]}: ..., {leaves[1]}: ...}}"
 
@@ -215,7 +216,7 @@ def unknown(name: str, origin: str) -> ConfigError:
     meant = names.nearest_name(name)
     section = name.partition(".")[0]
     if meant:
-        remedy = f"Did you mean {meant}?"
+        remedy = f"Did you mean {'--' if origin.startswith('-') else ''}{meant}?"
     elif section in names.sections():
         remedy = f"{section} has: {', '.join(names.sections()[section].model_fields)}."
     else:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from jtrain.config.schema import Config, Duration, Section
+from jtrain.config.schema import Config, Section
 from jtrain.errors import ConfigError
 
 ROOT: type[Section] = Config
@@ -124,6 +124,7 @@ ALIASES: dict[str, Alias] = {
         Alias("log_every_n_steps", "logging.log_every_n_steps", _LIGHTNING),
         Alias("init_from", "checkpoint.init_from", _SHORT),
         Alias("resume", "checkpoint.resume", _SHORT),
+        Alias("lr", "optimizer.learning_rate", _SHORT),
         Alias("preset", "model.preset", _SHORT),
     )
 }
@@ -177,7 +178,7 @@ def nearest_leaf(leaf: str) -> str | None:
 
 def parts(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, without `Annotated` around the union; other annotations are their own only member."""
-    if get_origin(annotation) is Annotated and annotation != Duration:
+    if get_origin(annotation) is Annotated:
         inner = get_args(annotation)[0]
         if get_origin(inner) in (Union, types.UnionType, Annotated):
             return parts(inner)
@@ -193,10 +194,7 @@ def core(annotation: Any) -> Any:
 
 def is_duration(path: str) -> bool:
     """Whether the field holds a length of training."""
-    return path in ("max_steps", "schedule.warmup_steps", "schedule.decay_steps") or path in (
-        "checkpoint.save_steps",
-        "eval.eval_steps",
-    )
+    return {int, float, str} <= set(members(path))
 
 
 def members(path: str) -> tuple[Any, ...]:
@@ -232,6 +230,8 @@ def takes(path: str, kind: type) -> bool:
 
 def expected(path: str) -> str:
     """What the field takes, in words: `a whole number above 0, or auto`."""
+    if path == "max_steps":
+        return "steps (1000), `2 epochs` or `1e9 tokens`"
     if is_duration(path):
         return "steps (100), a ratio below 1 (0.05), `5%`, `2 epochs` or `1e9 tokens`"
     field = fields()[path]

@@ -1,4 +1,4 @@
-"""Paths in a config: relative to the file that names them, or to the working directory on flags; and recipes by name."""
+"""Paths in a config: relative to the file that names them, on flags to the working directory. Recipes by name."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from jtrain.config.layers import from_mapping
 from jtrain.config.names import nearest
 from jtrain.config.schema import DURATION, Config, Duration, MeshConfig
+from jtrain.config.validate import validate
 from jtrain.errors import ConfigError
 
 AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
@@ -41,7 +43,7 @@ def check(config: Config) -> Config:
       ConfigError: fields that contradict each other, or a value that is not built yet.
     """
     config = apply_strategy(_length(config))
-    _mesh_numbers(config)
+    _mesh_numbers(config.mesh)
     _axes_exist(config)
     _processes(config)
     _patterns(config)
@@ -54,7 +56,7 @@ def check(config: Config) -> Config:
             "init_from starts a new run, resume continues one: keep one of them.",
         )
     if isinstance(config.devices, int):
-        mesh = resolve_mesh(config, config.devices)
+        mesh = resolve_mesh(config.mesh, config.devices)
         resolve_batch(config, data_ranks(mesh))
     else:
         _batch_numbers(config)
@@ -175,8 +177,8 @@ def mesh_text(mesh: MeshConfig | dict[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
 
 
-def _mesh_numbers(config: Config) -> None:
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+def _mesh_numbers(mesh: MeshConfig) -> None:
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
     for axis, size in sizes.items():
         if size == 0 or size < -1:
             raise ConfigError(f"mesh.{axis}: {size} is not a size", "Write a number above 0, or -1: what is left.")
@@ -192,15 +194,23 @@ def _mesh_numbers(config: Config) -> None:
         raise ConfigError(f"mesh: {' and '.join(f'{axis}=-1' for axis in free)}", remedy)
 
 
-def resolve_mesh(config: Config, n_devices: int) -> dict[str, int]:
+def parse_mesh(text: str) -> MeshConfig:
+    """The mesh of a short form: `fsdp=4,tensor=2`; unnamed axes are 1, `data` takes what is left.
+
+    Raises:
+      ConfigError: an unknown axis, or not a list of name=value.
+    """
+    return validate(from_mapping({"mesh": text}, str)).mesh
+
+
+def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     """Size of every mesh axis, in the order of `AXES`, with -1 filled in.
 
     Raises:
       ConfigError: the product is not the number of devices; the message shows it and the nearest legal meshes.
     """
-    config = apply_strategy(config)
-    _mesh_numbers(config)
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    _mesh_numbers(mesh)
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     free = next((axis for axis, size in sizes.items() if size == -1), None)
     if n_devices % fixed or (free is None and fixed != n_devices):
@@ -210,7 +220,7 @@ def resolve_mesh(config: Config, n_devices: int) -> dict[str, int]:
         raise ConfigError(f"mesh: {shown} = {fixed} {relation}", f"Write mesh: {near}; or devices: {fixed}.")
     if free is not None:
         sizes[free] = n_devices // fixed
-    slices = config.mesh.slices
+    slices = mesh.slices
     if slices > 1 and sizes["data"] % slices and sizes["fsdp"] % slices:
         raise ConfigError(
             f"mesh.slices: {slices} divides neither data={sizes['data']} nor fsdp={sizes['fsdp']}",

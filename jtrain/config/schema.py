@@ -86,7 +86,7 @@ class DistributedConfig(Section):
     process_id: NotNegative | None = None
     """Number of this process, from 0. Detected on TPU, Slurm and GKE."""
     bind_address: str | None = None
-    """host:port that the coordinator listens on; by default the host of `coordinator_address` (never all interfaces)."""
+    """host:port that the coordinator listens on; by default that of `coordinator_address` (never all interfaces)."""
 
 
 class ModelConfig(Section):
@@ -95,7 +95,7 @@ class ModelConfig(Section):
     remat: Literal[
         "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
     ] = "full"
-    """What the backward pass recomputes. none: nothing; full: every layer; the others keep or offload the named values."""
+    """What the backward pass recomputes. none: nothing; full: every layer; the others keep or offload named values."""
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
     """Attention kernel; auto chooses by platform and logs its choice. A kernel that would ignore a mask is refused."""
     vocab_size: Positive | None = None
@@ -325,7 +325,7 @@ class Config(Section):
     max_steps: Duration | None = None
     """Optimizer updates of the run; also `2 epochs` or `1e9 tokens`."""
     num_train_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data, instead of max_steps."""
+    """Passes over the training data, instead of max_steps (default 1 where neither is given)."""
     max_length: Positive = 1024
     """Tokens of a row."""
     global_batch_size: Positive | None = None
@@ -337,7 +337,8 @@ class Config(Section):
     fast_dev_run: bool | NotNegative = False
     """true or n: n (1) training and evaluation batches, no checkpoint, no tracker."""
     precision: Precision = "bf16-mixed"
-    """Numbers of the computation and the parameters. mixed: float32 parameters; true: all in that type; auto: bf16-mixed where the hardware has it, else 32-true."""
+    """mixed: computes in that type with float32 parameters; true: everything in it; auto: bf16-mixed where the
+    hardware has it, else 32-true."""
     deterministic: bool = False
     """GPU: deterministic kernels and fixed autotuning. CPU and TPU are deterministic anyway."""
     strategy: Strategy | None = None

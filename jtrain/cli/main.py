@@ -1,0 +1,105 @@
+"""The program `jtrain`: finds the verb, runs it, and turns what goes wrong into a message and an exit code.
+
+Nothing heavy is imported here: a verb's module is imported when the verb is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jtrain.cli.failure import report_bug
+from jtrain.errors import ConfigError, Exit, JtrainError
+
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells have it."""
+
+
+class Verb(NamedTuple):
+    """A word of the command line, the module with its `run(args) -> int`, and what it does."""
+
+    name: str
+    module: str
+    summary: str
+
+
+VERBS = (
+    Verb("train", "train", "run the task that CONFIG names: jtrain train CONFIG [--flags]"),
+    Verb("pretrain", "pretrain", "train a language model on text: jtrain pretrain [CONFIG] [--flags]"),
+    Verb("data", "data", "prepare: tokenise once to a cache; inspect: show what a batch really holds"),
+    Verb("config", "config", "show: the resolved config; schema: JSON schema for editors; docs: the reference page"),
+    Verb("bench", "bench", "figures of this machine: trainer overhead, loader, saves, start-up"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code (see `jtrain.errors.Exit`).
+
+    Args:
+      argv: the arguments after the program's name; those of the process by default.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        return int(_dispatch(args))
+    except JtrainError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        print("interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    except BrokenPipeError:  # `jtrain config docs | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(Exit.DONE)
+    except Exception as error:
+        return report_bug(error, debug=debug)
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return int(Exit.DONE if args else Exit.CONFIG)
+    if args[0] == "--version":
+        print(_version())
+        return int(Exit.DONE)
+    name, rest = args[0], args[1:]
+    verb = next((verb for verb in VERBS if verb.name == name), None)
+    if verb is None:
+        from jtrain.config.names import nearest
+
+        meant = nearest(name, [verb.name for verb in VERBS])
+        known = f"Verbs: {', '.join(verb.name for verb in VERBS)}."
+        raise ConfigError(f"{name!r} is not a verb", f"Did you mean {meant!r}? {known}" if meant else known)
+    return importlib.import_module(f"jtrain.cli.{verb.module}").run(rest)
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb.name:<10} {verb.summary}" for verb in VERBS)
+    return f"""usage: jtrain VERB ... [--debug]
+
+A JAX/Flax trainer over a named mesh of devices.
+
+{verbs}
+
+`jtrain VERB --help` says more; `jtrain train --help` lists every field. --debug shows tracebacks; --version.
+First steps: jtrain train demo"""
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"jtrain {version('jtrain')}"
+    except PackageNotFoundError:
+        return "jtrain (not installed)"

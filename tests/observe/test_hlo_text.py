@@ -1,0 +1,38 @@
+from jtrain.observe.hlo_text import dimensions, parse_module, shapes, size_bytes
+
+
+def test_types_have_sizes_whatever_their_layout():
+    assert size_bytes("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}") == 8 * 128 * 2
+    assert size_bytes("(f32[2,3]{1,0}, /*index=1*/(s8[5], pred[]))") == 24 + 5 + 1
+    assert size_bytes("s4[3]") == 2
+    assert size_bytes("token[]") == 0
+    assert shapes("f32[<=4,2]") == [("f32", (4, 2))]
+    assert dimensions("f32[]") == ()
+
+
+def test_text_without_percent_signs_and_with_types_of_operands_reads_the_same():
+    with_signs = (
+        "ENTRY %e (a: f32[2]) -> f32[2] {\n"
+        "  %a = f32[2]{0} parameter(0)\n"
+        "  ROOT %b = f32[2]{0} add(f32[2]{0} %a, f32[2]{0} %a)\n"
+        "}\n"
+    )
+    for text in (with_signs, with_signs.replace("%", "")):
+        module = parse_module("HloModule m, replica_count=2, num_partitions=4\n" + text)
+        root = module.computations[module.entry].root
+        assert (root.opcode, root.operands) == ("add", ("a", "a"))
+        assert module.devices == 8
+
+
+def test_the_innermost_stack_frame_gives_the_source():
+    text = (
+        'HloModule m\n\nFileNames\n1 "/a/train.py"\n2 "/a/model.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n'
+        "1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=1 end_column=2}\n"
+        "2 {file_name_id=2 function_name_id=1 line=44 end_line=44 column=1 end_column=2}\n\nStackFrames\n"
+        "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n\n\n"
+        "ENTRY %e (a: f32[2]) -> f32[2] {\n"
+        '  ROOT %a = f32[2]{0} parameter(0), metadata={op_name="x" stack_frame_id=2}\n'
+        "}\n"
+    )
+    module = parse_module(text)
+    assert module.source(module.computations["e"].root) == "/a/model.py:44"

@@ -34,6 +34,12 @@ def build_data(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -
       DataError: data that can't be used; StorageError: a cache that can't be written.
     """
     data = config.data
+    token_bytes = tokenizer.token_bytes()
+
+    def packed(store: TokenStore, edges: np.ndarray) -> PackedRows:
+        plan = open_plan(store, edges, config.max_length, data.packing)
+        return PackedRows(store, plan, token_bytes=token_bytes, pad_id=tokenizer.pad_id)
+
     if not data.train:
         raise ConfigError("data.train is empty", "Name a file, folder, glob or URL, e.g. --data.train corpus.txt.")
     options = cache_options(config)
@@ -42,13 +48,13 @@ def build_data(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -
         held_out: list[PackedRows] = []
         if isinstance(data.eval, tuple):
             stores = [open_store(path, tokenizer, options, field="data.eval", progress=report) for path in data.eval]
-            held_out = [_packed(config, tokenizer, store, store.edges) for store in stores]
+            held_out = [packed(store, store.edges) for store in stores]
     edges = [store.edges for store in train]
     if isinstance(data.eval, float) and data.eval:
         parts = [_split(config, path, store) for path, store in zip(data.train, train, strict=True)]
         edges = [first for first, _ in parts]
-        held_out = [_packed(config, tokenizer, store, last) for store, (_, last) in zip(train, parts, strict=True)]
-    sources = [_packed(config, tokenizer, store, part) for store, part in zip(train, edges, strict=True)]
+        held_out = [packed(store, last) for store, (_, last) in zip(train, parts, strict=True)]
+    sources = [packed(store, part) for store, part in zip(train, edges, strict=True)]
     rows = TrainRows(sources, seed=config.seed, weights=data.weights, shuffle=data.shuffle)
     return rows, EvalRows(held_out) if held_out else None
 
@@ -63,11 +69,6 @@ def cache_options(config: Config) -> CacheOptions:
         max_bad_records=data.max_bad_records,
         num_workers=data.num_workers,
     )
-
-
-def _packed(config: Config, tokenizer: Tokenizer, store: TokenStore, edges: np.ndarray) -> PackedRows:
-    plan = open_plan(store, edges, config.max_length, config.data.packing)
-    return PackedRows(store, plan, token_bytes=tokenizer.token_bytes(), pad_id=tokenizer.pad_id)
 
 
 def _split(config: Config, path: str, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:

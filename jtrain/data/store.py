@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,10 @@ class TokenStore:
     path: Path | None = None
 
     @classmethod
-    def from_documents(cls, documents: Iterable[Sequence[int]], *, fingerprint: str = "") -> TokenStore:
+    def from_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStore:
         """A store in memory, of token ids."""
         arrays = [np.asarray(document, np.uint32) for document in documents]
         edges = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int64)
-        return cls(np.concatenate(arrays) if arrays else np.zeros(0, np.uint32), edges, fingerprint)
+        tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
+        digest = hashlib.blake2b(tokens.tobytes() + edges.tobytes(), digest_size=16)
+        return cls(tokens, edges, digest.hexdigest())

@@ -1,0 +1,76 @@
+"""What the rows really hold: sizes, packing efficiency, and decoded text with its loss mask."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jtrain.data.rows import IGNORE, EvalRows, PackedRows, TrainRows
+from jtrain.data.tokenizers import Tokenizer
+
+
+def describe(train: TrainRows, evaluation: EvalRows | None, tokenizer: Tokenizer, rows: int = 2) -> dict[str, Any]:
+    """A summary, as plain values (one JSON object).
+
+    Keys: `train` and `eval` ({rows, tokens, documents, segments, max_length, fill: share of places that hold a token,
+    sources: the same of each}); `eval` is None without evaluation data), `tokenizer` and `vocab_size`, and
+    `examples`: the first `rows` rows of the training stream as {row, source, source_row, tokens, targets, bytes,
+    segments}, a segment being a list of spans {text, tokens, target}.
+    """
+    numbers = np.arange(rows)
+    source, source_row = train.row_ids(numbers)
+    batch = train.rows(numbers)
+    examples = []
+    for n in range(rows):
+        row = {name: values[n] for name, values in batch.items()}
+        examples.append(
+            {
+                "row": n,
+                "source": int(source[n]),
+                "source_row": int(source_row[n]),
+                "tokens": int((row["segment_ids"] > 0).sum()),
+                "targets": int((row["labels"] != IGNORE).sum()),
+                "bytes": int(row["bytes"]),
+                "segments": [list(spans) for spans in _segments(row, tokenizer)],
+            }
+        )
+    return {
+        "train": _sizes(train.sources),
+        "eval": None if evaluation is None else _sizes(evaluation.sources),
+        "tokenizer": tokenizer.spec,
+        "vocab_size": tokenizer.vocab_size,
+        "examples": examples,
+    }
+
+
+def _sizes(sources: Sequence[PackedRows]) -> dict[str, Any]:
+    each = [
+        {
+            "rows": len(source),
+            "tokens": source.plan.tokens,
+            "documents": len(source.store.edges) - 1,
+            "segments": len(source.plan.starts),
+            "max_length": source.plan.max_length,
+            "fill": source.plan.fill,
+        }
+        for source in sources
+    ]
+    totals = {name: sum(entry[name] for entry in each) for name in ("rows", "tokens", "documents", "segments")}
+    length = each[0]["max_length"]
+    return {**totals, "max_length": length, "fill": totals["tokens"] / (totals["rows"] * length), "sources": each}
+
+
+def _segments(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[Iterator[dict[str, Any]]]:
+    for segment in range(1, int(row["segment_ids"].max()) + 1):
+        places = np.flatnonzero(row["segment_ids"] == segment)
+        yield _spans(row["input_ids"][places], row["labels"][places] != IGNORE, tokenizer)
+
+
+def _spans(ids: np.ndarray, target: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Runs of tokens that are all targets, or all not."""
+    cuts = [0, *(np.flatnonzero(np.diff(target)) + 1).tolist(), len(ids)]
+    for begin, end in itertools.pairwise(cuts):
+        yield {"text": tokenizer.decode(ids[begin:end]), "tokens": end - begin, "target": bool(target[begin])}

@@ -42,7 +42,7 @@ def parse_config(args: Sequence[str], usage: str, *, optional: bool, defaults: d
 
 
 def print_help(args: Sequence[str], usage: str) -> None:
-    """Prints the help page of a verb that takes a config: all fields by section, with CONFIG's values if it is given."""
+    """Prints the help page of a verb that takes a config: all fields by section, with CONFIG's values if given."""
     positional, _ = flags.split([arg for arg in args if arg not in ("--help", "-h")])
     default = load.build(load.from_source(positional[0])) if positional else Config()
     flags.print_help(usage.partition(" [--flags]")[0], default)

@@ -71,7 +71,9 @@ def _dispatch(args: list[str]) -> int:
         print(_help())
         return int(Exit.DONE if args else Exit.CONFIG)
     if args[0] == "--version":
-        print(_version())
+        from jtrain import __version__
+
+        print(f"jtrain {__version__}")
         return int(Exit.DONE)
     name, rest = args[0], args[1:]
     verb = next((verb for verb in VERBS if verb.name == name), None)
@@ -94,12 +96,3 @@ A JAX/Flax trainer over a named mesh of devices.
 
 `jtrain VERB --help` says more; `jtrain train --help` lists every field. --debug shows tracebacks; --version.
 First steps: jtrain train demo"""
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"jtrain {version('jtrain')}"
-    except PackageNotFoundError:
-        return "jtrain (not installed)"

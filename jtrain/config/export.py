@@ -77,5 +77,5 @@ def _table(fields: list[str]) -> list[str]:
         info = names.fields()[path]
         default = dump_yaml(info.default).removesuffix("...\n").strip().replace("|", "\\|").replace("\n", " ")
         default = "" if info.default is None else f"`{default}`"
-        rows.append(f"| `{path}` | {names.expected(path).replace('|', ' ')} | {default} | {info.description or ''} |")
+        rows.append(f"| `{path}` | {names.expected(path).replace('|', ' ')} | {default} | {' '.join((info.description or '').split())} |")
     return rows

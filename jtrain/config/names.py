@@ -237,7 +237,7 @@ def expected(path: str) -> str:
     field = fields()[path]
     words = [_in_words(part, field.metadata) for part in parts(field.annotation) if core(part) is not type(None)]
     text = ", or ".join(dict.fromkeys(word for word in words if word))
-    return text + (", or nothing" if optional(path) else "")
+    return text + (", or leave it out" if optional(path) else "")
 
 
 _KINDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -37,9 +38,11 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Path -> leaf, as nested dicts."""
+    """Path -> leaf, as nested dicts; without arrays that have no element, which Orbax can't store."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
+        if 0 in leaf.shape:
+            continue
         *parents, name = path.split("/")
         node = tree
         for parent in parents:
@@ -97,7 +100,7 @@ def read_arrays(folder: epath.Path, flat: Mapping[str, Any], *, partial: bool = 
                 partial_restore=partial,
             ),
         )
-    arrays = flatten(restored)
+    arrays = flatten(restored) | {path: jnp.zeros(x.shape, x.dtype) for path, x in wanted.items() if 0 in x.shape}
     # Orbax puts arrays into device memory; a sharding in host memory needs one more copy.
     return {
         path: arrays[path] if arrays[path].sharding == leaf.sharding else jax.device_put(arrays[path], leaf.sharding)

@@ -299,22 +299,22 @@ class Checkpoints:
         save.failure = unpack(peers.exchange("checkpoint_prepared", failure)[0])
 
     def _finish(self, save: Save) -> None:
-        """The finisher's thread."""
+        """The finisher's thread. What fails behind `durable` (an event, retention) must not undo it."""
         finish(save, self._checkpointer().wait_until_finished)
-        if save.failure is not None:
-            log.warning("checkpoint step %s was not saved: %s", save.step, save.failure.message)
-            self._emit("save_failed", step=save.step, reason=save.failure.message)
-            return
-        self._own.add(save.step)
-        self._durable_step = save.step
-        if save.manifest is None:  # not process 0
-            return
-        self._manifests[save.step] = save.manifest
-        self._emit("durable", step=save.step, seconds=time.monotonic() - save.started, bytes=save.manifest.size)
         try:
-            self._retain()
-        except OSError as error:
-            log.warning("%s: surplus checkpoints could not be removed: %s", self.root, error)
+            if save.failure is not None:
+                log.warning("checkpoint step %s was not saved: %s", save.step, save.failure.message)
+                self._emit("save_failed", step=save.step, reason=save.failure.message)
+                return
+            self._own.add(save.step)
+            self._durable_step = save.step
+            if save.manifest is not None:  # process 0
+                self._manifests[save.step] = save.manifest
+                seconds = time.monotonic() - save.started
+                self._emit("durable", step=save.step, seconds=seconds, bytes=save.manifest.size)
+                self._retain()
+        except Exception:
+            log.exception("%s: after the save of step %s", self.root, save.step)
 
     def _settle(self, *, block: bool, tolerate: bool = True) -> None:
         """Takes note of a save that has ended.

@@ -6,6 +6,7 @@ process write its part; what are the hashes (each process reads a share of the f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -55,7 +56,8 @@ def finish(save: Save, wait_for_orbax: Callable[[], None]) -> None:
         save.failure = save.failure or describe(error, save.folder, "can't save")
     if save.failure is not None and peers.index() == 0:
         for leftover in [*layout.temporaries(save.folder.parent), save.folder]:
-            files.remove_tree(leftover)
+            with contextlib.suppress(OSError):  # a read-only disk; the next start sweeps
+                files.remove_tree(leftover)
 
 
 def _hash_and_seal(save: Save) -> None:

@@ -106,7 +106,7 @@ def write_manifest(folder: epath.Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: epath.Path) -> Manifest:
-    """Reads a manifest and checks it against its own hash.
+    """Reads the manifest of a step.
 
     Raises:
       DamagedCheckpoint: it is missing or not what was written.
@@ -116,16 +116,20 @@ def read_manifest(folder: epath.Path) -> Manifest:
         data = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
         raise DamagedCheckpoint(folder.name, MANIFEST, "missing: the save was not finished") from error
+    return parse_manifest(folder.name, data)
+
+
+def parse_manifest(step: str, data: bytes) -> Manifest:
+    """Checks the bytes of a manifest against their own hash, and takes them apart; raises as `read_manifest`."""
     head = _HEAD.match(data)
     if head is None:
-        raise DamagedCheckpoint(folder.name, MANIFEST, "not a manifest")
-    body = data[head.end() :]
-    if xxhash.xxh3_128(body).hexdigest().encode() != head.group(1):
-        raise DamagedCheckpoint(folder.name, MANIFEST, "hash differs")
+        raise DamagedCheckpoint(step, MANIFEST, "not a manifest")
+    if xxhash.xxh3_128(data[head.end() :]).hexdigest().encode() != head.group(1):
+        raise DamagedCheckpoint(step, MANIFEST, "hash differs")
     content: dict[str, Any] = json.loads(data)
     if content["format"] > FORMAT:
         raise CheckpointError(
-            f"checkpoint step {folder.name} has format {content['format']}, written by jtrain {content['jtrain']}; "
+            f"checkpoint step {step} has format {content['format']}, written by jtrain {content['jtrain']}; "
             f"this one reads up to format {FORMAT}",
             f"install jtrain {content['jtrain']} or newer",
         )

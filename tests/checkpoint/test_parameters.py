@@ -1,0 +1,44 @@
+import pytest
+from checkpoint_states import abstract, make_mesh, make_state, numpy_params, same_bits
+
+from jtrain.checkpoint import Checkpoints, load_parameters
+from jtrain.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step, make_mesh(1, 4, 2)), {})
+    return folder
+
+
+@pytest.mark.parametrize(("below", "step"), [("", 2), ("checkpoints", 2), ("checkpoints/1", 1)])
+def test_a_run_its_checkpoints_or_one_step_give_parameters_on_another_mesh(source, mesh, below, step):
+    wanted = abstract(make_state(0, mesh)["params"])
+    params = load_parameters(source / below, wanted)
+    assert same_bits(params, numpy_params(step))
+    assert params["w"].sharding == wanted["w"].sharding
+
+
+def test_another_shape_is_refused_by_name(source, mesh):
+    wanted = abstract(make_state(0, mesh)["params"])
+    with pytest.raises(CheckpointError, match="params/w: in the checkpoint only"):
+        load_parameters(source, {"b": wanted["b"]})
+
+
+def test_a_damaged_newest_step_is_passed_over_and_left_where_it_is(source, mesh):
+    meta = source / "checkpoints" / "2" / "meta" / "metadata"
+    whole = meta.read_bytes()
+    meta.write_bytes(whole + b" ")
+    try:
+        params = load_parameters(source, abstract(make_state(0, mesh)["params"]))
+    finally:
+        meta.write_bytes(whole)
+    assert same_bits(params, numpy_params(1))
+
+
+def test_a_folder_without_checkpoints_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+        load_parameters(tmp_path, {})

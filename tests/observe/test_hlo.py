@@ -146,6 +146,14 @@ def test_a_scanned_layer_reads_its_own_weights_not_the_stack():
     assert 16 * (64 * 64 + 2 * 8 * 64) * 4 <= many <= 5 * few
 
 
+def test_a_scanned_layer_writes_its_own_result_not_the_stack():
+    def function(x):
+        return lax.scan(lambda h, _: (h * 2, h + 1), x, None, length=64)[1]
+
+    # A layer reads and writes a few times 64 numbers; the stack that it writes into has 64 times that.
+    assert analyze(text_of(function, (64,))).bytes_accessed <= 64 * 8 * (64 * 4) + 2 * 64 * 64 * 4
+
+
 def test_explicit_collectives_are_recognised(mesh):
     def exchange(a):
         a = lax.ppermute(a, "data", [(0, 1), (1, 0)])

@@ -24,6 +24,11 @@ MESH = {"data": 2, "fsdp": 4}
             [[0, 4], [1, 5], [2, 6], [3, 7]],
             ("data",),
         ),
+        (
+            "replica_groups=mesh['a'=8], device_ids=([2,2,2]T(1,2,0)) {'a':(4)2}",
+            [[0, 4], [1, 5], [2, 6], [3, 7]],
+            ("data",),
+        ),
         ("replica_groups=mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'y'}", [[0, 2], [1, 3]], ("fsdp",)),
         ("source_target_pairs={{0,4},{4,0}}", [[0, 4], [4, 0]], ("data",)),
         ("replica_groups={}", [[*range(8)]], ("data", "fsdp")),

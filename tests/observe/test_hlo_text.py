@@ -24,6 +24,16 @@ def test_text_without_percent_signs_and_with_types_of_operands_reads_the_same():
         assert module.devices == 8
 
 
+def test_a_brace_in_a_string_does_not_swallow_the_next_instruction():
+    text = (
+        "HloModule m\n\nENTRY %e (a: f32[2]) -> f32[2] {\n"
+        '  %a = f32[2]{0} parameter(0), metadata={op_name="x{"}\n'
+        "  ROOT %b = f32[2]{0} negate(%a)\n"
+        "}\n"
+    )
+    assert list(parse_module(text).computations["e"].instructions) == ["a", "b"]
+
+
 def test_the_innermost_stack_frame_gives_the_source():
     text = (
         'HloModule m\n\nFileNames\n1 "/a/train.py"\n2 "/a/model.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n'

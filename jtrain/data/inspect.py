@@ -51,7 +51,7 @@ def _sizes(sources: Sequence[PackedRows]) -> dict[str, Any]:
         {
             "rows": len(source),
             "tokens": source.plan.tokens,
-            "documents": len(source.store.edges) - 1,
+            "documents": _documents(source),
             "segments": len(source.plan.starts),
             "max_length": source.plan.max_length,
             "fill": source.plan.fill,
@@ -61,6 +61,15 @@ def _sizes(sources: Sequence[PackedRows]) -> dict[str, Any]:
     totals = {name: sum(entry[name] for entry in each) for name in ("rows", "tokens", "documents", "segments")}
     length = each[0]["max_length"]
     return {**totals, "max_length": length, "fill": totals["tokens"] / (totals["rows"] * length), "sources": each}
+
+
+def _documents(source: PackedRows) -> int:
+    """Documents of the stretch that the rows cover; one that was cut by the held-out part counts in both."""
+    starts, lengths = source.plan.starts, source.plan.lengths
+    last = int(starts.argmax())
+    edges = source.store.edges
+    after = np.searchsorted(edges, starts[last] + lengths[last], side="left")
+    return int(after - np.searchsorted(edges, starts.min(), side="right") + 1)
 
 
 def _segments(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[Iterator[dict[str, Any]]]:

@@ -118,7 +118,7 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     free = 0
     count = 0
     values, run_starts = np.unique(-lengths, return_index=True)
-    run_ends = np.append(run_starts[1:], len(lengths))
+    run_ends = np.append(run_starts, len(lengths))[1:]
     for length, place, end in zip((-values).tolist(), run_starts.tolist(), run_ends.tolist(), strict=True):
         while place < end:
             candidates = free >> length

@@ -265,11 +265,9 @@ def _array_record(path: str) -> Iterator[Any]:
             open_file(path).close()
         try:
             reader = ArrayRecordReader(local)
-        except Exception as error:  # the library raises bare ValueError or RuntimeError
-            raise DataError(f"{path} is not an ArrayRecord file: {error}") from error
-        try:
+            if not reader.ok():  # a damaged file opens, and would read as an empty one
+                raise RuntimeError("no valid footer")
             yield reader
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise DataError(f"{path} can't be read: {error}", "The file may be damaged.") from error
-        finally:
             reader.close()
+        except (ValueError, RuntimeError, IndexError) as error:  # all that the library raises
+            raise DataError(f"{path} can't be read as ArrayRecord: {error}", "It may be damaged.") from error

@@ -6,6 +6,7 @@ guard would start itself), imports no jax, and ends by itself when its parent is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -62,7 +63,8 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of what a dead worker never read
+                    pipe.close()
 
     def _say(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

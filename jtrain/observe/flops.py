@@ -28,9 +28,9 @@ class DecoderShape(Protocol):
     @property
     def num_attention_heads(self) -> int: ...
     @property
-    def num_key_value_heads(self) -> int: ...
+    def kv_heads(self) -> int: ...
     @property
-    def head_dim(self) -> int: ...
+    def head_size(self) -> int: ...
     @property
     def intermediate_size(self) -> int: ...
     @property
@@ -54,8 +54,8 @@ class TokenFlops:
 
 def matmul_parameters(shape: DecoderShape) -> int:
     """Parameters that a token is multiplied with: projections, feed-forward, head; no embedding look-up, no norms."""
-    query = shape.num_attention_heads * shape.head_dim
-    key_value = shape.num_key_value_heads * shape.head_dim
+    query = shape.num_attention_heads * shape.head_size
+    key_value = shape.kv_heads * shape.head_size
     attention = shape.hidden_size * (2 * query + 2 * key_value)
     matrices = 3 if shape.activation in ("swiglu", "geglu") else 2
     feed_forward = matrices * shape.hidden_size * shape.intermediate_size
@@ -71,7 +71,7 @@ def decoder_flops(shape: DecoderShape, length: int, *, parameters: int | None = 
       parameters: N of the legacy convention; by default `matmul_parameters` (norms and biases are < 0.1 % of it).
     """
     multiplied = matmul_parameters(shape)
-    width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_size
     # Scores and weighted values: 2 products of 2·keys·width FLOPs.
     causal_attention = 4 * width * (length + 1) / 2
     full_attention = 4 * width * length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from jtrain.data.build import build_data
 from jtrain.data.rows import IGNORE
 from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import ConfigError
-from jtrain.models.config import DecoderConfig
 from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
-from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.cross_entropy import cross_entropy_and_correct
 from jtrain.tasks.decoder import check_tensor, decoder_config
 from jtrain.tasks.sample import Sampler
@@ -76,10 +74,7 @@ class PretrainTrainer(Trainer):
 
     @property
     def flops_per_token(self) -> TokenFlops:
-        return decoder_flops(
-            self.decoder.replace(num_key_value_heads=self.decoder.kv_heads, head_dim=self.decoder.head_size),
-            self.config.max_length,
-        )
+        return decoder_flops(self.decoder, self.config.max_length)
 
     def sample(self, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.7, seed: int = 0) -> str:
         """Continues a text: short, with a full forward pass a token."""
@@ -190,6 +185,3 @@ def _with_arguments(config: Config, model: str | None, train: Any, held_out: Any
             "name files (--data.train corpus.txt), or try the recipe that brings its own: jtrain train demo",
         )
     return config
-
-
-__all__ = ["Callable", "DecoderConfig", "PretrainTrainer", "chosen_kernel", "pretrain_loss"]

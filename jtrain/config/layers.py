@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from jtrain.config import names
-from jtrain.config.schema import Config
+from jtrain.config.schema import Config, split_sources
 from jtrain.config.yaml_file import parse_scalar
 from jtrain.errors import ConfigError
 
@@ -24,6 +24,7 @@ RESERVED = frozenset({"JTRAIN_CACHE_DIR"})
 EXCLUSIVE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("max_steps", ("num_train_epochs",)),
     ("num_train_epochs", ("max_steps",)),
+    ("data.train", ("data.weights",)),
     (
         "strategy",
         (
@@ -149,6 +150,13 @@ def assign(layer: Layer, name: str, value: Any, origin: str, *, text: bool, once
             return
     if value is None and not names.optional(path):
         return  # a blank value: as if it were not there
+    if path == "data.train" and isinstance(value, list | tuple):
+        try:
+            value, weights = split_sources(value)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: {error}", "Write every source as {path: ..., weight: ...}.") from None
+        if weights:
+            layer.put("data.weights", weights, origin, once=once)
     layer.put(path, value, origin, once=once)
 
 

@@ -255,7 +255,7 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return "[" + ", ".join(_in_words(item) for item in items) + "]"
     if get_origin(kind) is dict:
         return "a mapping like {mlp: [tensor]}"
-    bounds = [*metadata, *_constraints(annotation)] if kind in (int, float) else []
+    bounds = [*metadata, *_constraints(annotation)] if kind in (int, float, str) else []
     return _KINDS.get(kind, str(kind)) + " and".join(dict.fromkeys(filter(None, map(_bound, bounds))))
 
 
@@ -272,5 +272,5 @@ def _bound(constraint: Any) -> str:
     for name, words in (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "of at most")):
         limit = getattr(constraint, name, None)
         if limit is not None:
-            return f" {words} {limit:g}"
-    return ""
+            return f" {words} {limit:.10g}"
+    return " that is not empty" if getattr(constraint, "min_length", 0) else ""

@@ -64,8 +64,6 @@ def map_paths(path: str, value: Any, change: Callable[[str], str]) -> Any:
         return value
     if isinstance(value, list | tuple):
         return type(value)(map_paths(path, item, change) for item in value)
-    if isinstance(value, dict) and isinstance(value.get("path"), str):
-        return {**value, "path": map_paths(path, value["path"], change)}
     if not isinstance(value, str) or value in _WORDS.get(path, ()) or "://" in value or _is_number(value):
         return value
     return change(value)

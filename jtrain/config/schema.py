@@ -18,6 +18,9 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 
+MAX_STEPS = 2**31
+"""Steps are counted in int32 on the devices."""
+
 DURATION = re.compile(
     r"(?P<number>\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?)\s*(?P<unit>%|steps?|epochs?|tokens?)?"
 )
@@ -39,6 +42,8 @@ def _duration(value: Any) -> Any:
     if isinstance(value, int | float):
         if not 0 <= value < float("inf") or (value >= 1 and value != int(value)):
             raise ValueError("not a length of training")
+        if value >= MAX_STEPS:
+            raise ValueError("more steps than a counter holds")
         return value if 0 < value < 1 else int(value)
     return value
 
@@ -134,6 +139,23 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights."""
 
 
+def split_sources(sources: list[Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Paths and weights of `[{path: a.txt, weight: 2}, ...]`; plain paths have no weights.
+
+    Raises:
+      ValueError: a source of another form, or weights for some only.
+    """
+    if not any(isinstance(source, dict) for source in sources):
+        return tuple(sources), ()
+    for source in sources:
+        if not isinstance(source, dict) or set(source) - {"path", "weight"} or "path" not in source:
+            raise ValueError(f"{source!r} is not {{path: ..., weight: ...}}")
+    weights = tuple(source["weight"] for source in sources if source.get("weight") is not None)
+    if weights and len(weights) != len(sources):
+        raise ValueError("weights for some of the sources only")
+    return tuple(source["path"] for source in sources), weights
+
+
 class DataConfig(Section):
     train: Strings = ()
     """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record. Several sources are a mixture."""
@@ -170,18 +192,10 @@ class DataConfig(Section):
         """`train: [{path: a.txt, weight: 2}, ...]` is `train` and `weights`."""
         if not isinstance(data, dict) or not isinstance(data.get("train"), list | tuple):
             return data
-        sources = data["train"]
-        if not any(isinstance(source, dict) for source in sources):
-            return data
-        if data.get("weights"):
+        paths, weights = split_sources(data["train"])
+        if weights and data.get("weights"):
             raise ValueError("weights stand either beside the paths or in `weights`")
-        for source in sources:
-            if not isinstance(source, dict) or set(source) - {"path", "weight"} or "path" not in source:
-                raise ValueError("every source must be {path: ..., weight: ...}")
-        weights = [source["weight"] for source in sources if source.get("weight") is not None]
-        if weights and len(weights) != len(sources):
-            raise ValueError("give every source a weight, or none")
-        return {**data, "train": tuple(source["path"] for source in sources), "weights": tuple(weights)}
+        return {**data, "train": paths, "weights": weights or data.get("weights", ())}
 
 
 class MeshConfig(Section):
@@ -318,11 +332,11 @@ class FaultsConfig(Section):
 class Config(Section):
     task: Literal["pretrain"] = "pretrain"
     """What is trained."""
-    run_dir: str = "runs/pretrain"
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
-    seed: NotNegative = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the initial parameters, the order of the data and dropout."""
-    max_steps: Duration | None = None
+    max_steps: Annotated[int | float | str | None, BeforeValidator(_duration)] = None
     """Optimizer updates of the run; also `2 epochs` or `1e9 tokens`."""
     num_train_epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training data, instead of max_steps (default 1 where neither is given)."""

@@ -42,8 +42,7 @@ def from_validation(error: ValidationError, layer: Layer) -> ConfigError:
         path = longer
     if path in names.fields():
         return invalid(path, layer.values.get(path), layer.origin.get(path, path))
-    reason = str(mistake.get("ctx", {}).get("error", mistake["msg"]))
-    return ConfigError(f"{layer.origin.get(path + '.train', path)}: {reason}", "`jtrain config docs` shows the form.")
+    return ConfigError(f"{path or 'config'}: {mistake['msg']}", "`jtrain config docs` shows the form.")
 
 
 def invalid(path: str, value: Any, origin: str) -> ConfigError:

@@ -1,0 +1,243 @@
+"""Layers, precedence, aliases and messages of `load_config`."""
+
+import logging
+
+import pytest
+
+from jtrain.config import Config, load_config
+from jtrain.config.names import ALIASES
+from jtrain.config.schema import MeshConfig
+from jtrain.errors import ConfigError
+
+
+def load(source=None, overrides=(), env=None):
+    return load_config(source, overrides, env or {})
+
+
+def refused(source=None, overrides=(), env=None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(source, overrides, env)
+    assert caught.value.exit_code == 64
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str, name: str = "run.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file):
+    path = file("mesh: {fsdp: 2, tensor: 2}\nseed: 1\nmax_length: 7\n")
+    config = load(path, ["--mesh.fsdp", "8"], {"JTRAIN_MESH__FSDP": "4", "JTRAIN_SEED": "2"})
+    assert (config.mesh.fsdp, config.mesh.tensor, config.seed, config.max_length) == (8, 2, 2, 7)
+    assert config.loss.z_loss == Config().loss.z_loss
+
+
+def test_the_short_form_of_a_section_replaces_it(file):
+    path = file("mesh: {data: 2, fsdp: 2, tensor: 2}\n")
+    assert load(path, ["--mesh", "fsdp=4"]).mesh == MeshConfig(fsdp=4)
+    assert load(path, {"mesh": "fsdp=4, tensor=2"}).mesh == MeshConfig(fsdp=4, tensor=2)
+    assert load(path, {"mesh": {"fsdp": 4}}).mesh == MeshConfig(data=2, fsdp=4, tensor=2)
+    assert load(path, {"mesh": MeshConfig(tensor=4)}).mesh == MeshConfig(tensor=4)
+    assert load(path, (), {"JTRAIN_MESH": "fsdp=4"}).mesh == MeshConfig(fsdp=4)
+    assert load(file("mesh: fsdp=4,tensor=2\n", "short.yaml")).mesh == MeshConfig(fsdp=4, tensor=2)
+
+
+def test_a_stronger_length_or_strategy_takes_the_place_of_a_weaker_one(file):
+    path = file("max_steps: 10\nmesh: {data: 2, fsdp: 4}\ndata: {train: [a, b], weights: [1, 2]}\n")
+    config = load(path, {"num_train_epochs": 2})
+    assert (config.max_steps, config.num_train_epochs) == (None, 2)
+    config = load(path, {"strategy": "zero3"})
+    assert (config.mesh.data, config.mesh.fsdp) == (1, -1)
+    assert load(path, {"data.train": "c"}).data.weights == ()
+    assert load(file("strategy: ddp\n", "s.yaml"), ["--mesh", "fsdp=2"]).strategy is None
+
+
+def test_paths_are_relative_to_the_file_and_on_flags_to_the_working_directory(file, tmp_path, monkeypatch):
+    path = file(
+        "run_dir: runs/x\ndata: {train: [a.txt, 'gs://b/c.txt', /d], eval: e.txt, tokenizer: t.json, cache_dir: ../c}\n"
+        "checkpoint: {init_from: old}\n"
+    )
+    monkeypatch.chdir("/")
+    config = load(path)
+    assert config.data.train == (str(tmp_path / "a.txt"), "gs://b/c.txt", "/d")
+    assert config.data.eval == (str(tmp_path / "e.txt"),)
+    assert config.data.cache_dir == str(tmp_path.parent / "c")
+    assert [config.run_dir, config.data.tokenizer, config.checkpoint.init_from] == [
+        str(tmp_path / name) for name in ("runs/x", "t.json", "old")
+    ]
+    assert load(path, ["--data.train", "b.txt"]).data.train == ("b.txt",)
+    words = load(file("data: {tokenizer: bytes, eval: 0.1}\ncompile_cache: auto\n", "w.yaml"))
+    assert (words.data.tokenizer, words.data.eval, words.compile_cache) == ("bytes", 0.1, "auto")
+
+
+def test_sources_take_a_text_a_list_or_paths_with_weights(file):
+    assert load({"data": {"train": "a.txt"}}).data.train == ("a.txt",)
+    data = load({"data": {"train": [{"path": "a", "weight": 2}, {"path": "b", "weight": 1}]}}).data
+    assert (data.train, data.weights) == (("a", "b"), (2.0, 1.0))
+    assert Config(data={"train": [{"path": "a", "weight": 2}]}).data.weights == (2.0,)
+    assert "data.train" in refused({"data": {"train": [{"path": "a", "weigth": 2}]}})
+    assert "data.train" in refused({"data": {"train": [{"path": "a", "weight": 2}, "b"]}})
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "value"),
+    [
+        ({"output_dir": "x"}, "run_dir", "x"),
+        ({"per_device_train_batch_size": 4}, "per_device_batch_size", 4),
+        ({"max_seq_length": 9}, "max_length", 9),
+        ({"learning_rate": 1e-5}, "optimizer.learning_rate", 1e-5),
+        ({"lr": 1e-5}, "optimizer.learning_rate", 1e-5),
+        ({"weight_decay": 0.5}, "optimizer.weight_decay", 0.5),
+        ({"adam_beta1": 0.5}, "optimizer.beta1", 0.5),
+        ({"adam_beta2": 0.5}, "optimizer.beta2", 0.5),
+        ({"adam_epsilon": 1e-6}, "optimizer.eps", 1e-6),
+        ({"max_grad_norm": 2.0}, "optimizer.max_grad_norm", 2.0),
+        ({"gradient_clip_val": 2.0}, "optimizer.max_grad_norm", 2.0),
+        ({"lr_scheduler_type": "inverse_sqrt"}, "schedule.name", "rsqrt"),
+        ({"lr_scheduler_type": "linear"}, "schedule.name", "linear"),
+        ({"warmup_steps": 100}, "schedule.warmup_steps", 100),
+        ({"warmup_ratio": 0.03}, "schedule.warmup_steps", 0.03),
+        ({"label_smoothing_factor": 0.1}, "loss.label_smoothing", 0.1),
+        ({"bf16": True}, "precision", "bf16-mixed"),
+        ({"fp16": True}, "precision", "16-mixed"),
+        ({"fp16": False, "precision": "32-true"}, "precision", "32-true"),
+        ({"gradient_checkpointing": False}, "model.remat", "none"),
+        ({"gradient_checkpointing": True}, "model.remat", "full"),
+        ({"logging_steps": 5}, "logging.log_every_n_steps", 5),
+        ({"log_every_n_steps": 5}, "logging.log_every_n_steps", 5),
+        ({"report_to": "none"}, "logging.trackers", ()),
+        ({"report_to": ["tensorboard"]}, "logging.trackers", ("tensorboard",)),
+        ({"eval_steps": 7}, "eval.eval_steps", 7),
+        ({"save_steps": 7}, "checkpoint.save_steps", 7),
+        ({"save_total_limit": 7}, "checkpoint.save_total_limit", 7),
+        ({"resume_from_checkpoint": True}, "checkpoint.resume", "auto"),
+        ({"resume_from_checkpoint": 20}, "checkpoint.resume", 20),
+        ({"resume": "never"}, "checkpoint.resume", "never"),
+        ({"init_from": "old"}, "checkpoint.init_from", "old"),
+        ({"preset": "llama-60m"}, "model.preset", "llama-60m"),
+        ({"accumulate_grad_batches": 3}, "gradient_accumulation_steps", 3),
+        ({"max_epochs": 3}, "num_train_epochs", 3.0),
+    ],
+)
+def test_names_of_other_trainers_are_translated_everywhere(given, path, value, file):
+    def read(config):
+        for part in path.split("."):
+            config = getattr(config, part)
+        return config
+
+    from jtrain.config.yaml_file import dump_yaml
+
+    (name, _), *_ = given.items()
+    assert name in ALIASES
+    assert read(load(given)) == value
+    assert read(load(None, given)) == value
+    assert read(load(None, (), {f"JTRAIN_{n.upper()}": str(v) for n, v in given.items() if v != ["tensorboard"]})) in (
+        value,
+        ("tensorboard",),
+    )
+    flags = [
+        token
+        for n, v in given.items()
+        for token in (f"--{n.replace('_', '-')}", *([str(v)] if not isinstance(v, list) else v))
+    ]
+    assert read(load(None, flags)) == value
+    written = load(file(dump_yaml(given)))
+    assert (
+        str(read(written)).endswith(str(value))
+        if path in ("run_dir", "checkpoint.init_from")
+        else read(written) == value
+    )
+
+
+def test_every_alias_stands_in_the_table_of_the_test():
+    marks = test_names_of_other_trainers_are_translated_everywhere.pytestmark
+    tested = {next(iter(case[0])) for mark in marks for case in mark.args[1]}
+    assert tested == set(ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"mehs": 1}, ["mehs", "Did you mean mesh?"]),
+        ({"mesh": {"fdsp": 2}}, ["mesh.fdsp", "Did you mean mesh.fsdp?"]),
+        ({"fsdp": 2}, ["Did you mean mesh.fsdp?"]),
+        ({"optimizer": {"max_steps": 2}}, ["optimizer.max_steps", "Did you mean max_steps?"]),
+        ({"mesh": {"fsdp": "x"}}, ["mesh.fsdp: 'x'", "a whole number"]),
+        ({"mesh": {"fsdp": 1.5}}, ["mesh.fsdp: 1.5", "a whole number"]),
+        ({"max_length": True}, ["max_length: True", "a whole number above 0"]),
+        ({"optimizer": {"name": "adamm"}}, ["'adamm'", "lion", "Did you mean adamw?"]),
+        ({"precision": "bf16"}, ["Did you mean bf16-mixed?"]),
+        ({"learning_rate": float("nan")}, ["learning_rate: nan", "a finite number"]),
+        ({"learning_rate": "inf"}, ["learning_rate: 'inf'", "a finite number"]),
+        ({"max_steps": -1}, ["max_steps: -1", "num_train_epochs"]),
+        ({"max_steps": -5}, ["max_steps: -5", "2 epochs"]),
+        ({"max_steps": "3 eons"}, ["'3 eons'", "2 epochs"]),
+        ({"max_steps": 2**31}, [str(2**31)]),
+        ({"schedule": {"warmup_steps": -0.1}}, ["schedule.warmup_steps: -0.1"]),
+        ({"schedule": {"warmup_steps": 1.5}}, ["schedule.warmup_steps: 1.5", "ratio"]),
+        ({"data": {"eval": 1.5}}, ["data.eval: 1.5", "below 1"]),
+        ({"run_dir": ""}, ["run_dir: ''", "not empty"]),
+        ({"strategy": "auto"}, ["strategy: 'auto' is not built yet", "zero3"]),
+        ({"mesh": "auto"}, ["mesh: 'auto' is not built yet", "fsdp=4"]),
+        ({"precision": "fp8-mixed"}, ["'fp8-mixed' is not built yet", "bf16-mixed"]),
+        ({"task": "sft"}, ["'sft' is not built yet", "pretrain"]),
+        ({"mesh": "fsdp"}, ["mesh: 'fsdp'", "fsdp=4,tensor=2"]),
+        ({"mesh": "fsdp=2,fsdp=4"}, ["twice"]),
+        ({"mesh": 4}, ["mesh: 4", "fsdp=4,tensor=2"]),
+        ({"learning_rate": 1, "optimizer": {"learning_rate": 2}}, ["learning_rate", "contradicts", "keep one"]),
+        ({"report_to": "wandb"}, ["'wandb'", "tensorboard"]),
+        ({"bf16": "perhaps"}, ["bf16: 'perhaps'"]),
+        ({"sharding": {"rules": {"mlp": ["tensr"]}}}, ["'tensr'", "Did you mean tensor?"]),
+    ],
+)
+def test_a_mistake_is_answered_with_field_value_and_remedy(source, words):
+    message = refused(source)
+    assert all(word in message for word in words), message
+    assert len(message) < 400 and "pydantic" not in message
+
+
+def test_a_mistake_names_the_place_where_it_was_written(file):
+    path = file("seed: 1\noptimizer:\n  name: adamw\n  learning_rat: 3\n")
+    assert f"{path} line 4: optimizer.learning_rat: there is no such field" in refused(path)
+    path = file("seed: 1\nmax_length: none\n")
+    assert f"{path} line 2: max_length: 'none'" in refused(path)
+    assert "JTRAIN_MESH__FSDP: 'x'" in refused(None, (), {"JTRAIN_MESH__FSDP": "x"}).replace(" (mesh.fsdp)", "")
+    assert "--mesh.fsdp: 'x'" in refused(None, ["--mesh.fsdp", "x"])
+
+
+def test_blank_values_and_sections_leave_the_default(file):
+    config = load(file("optimizer:\n  # learning_rate: 1\nstrategy:\nprecision:\nmesh:\nseed: 7\n"))
+    assert config.model_copy(update={"seed": 42}) == load(None)
+
+
+def test_a_file_must_be_a_utf8_mapping(file, tmp_path):
+    assert "a list, not a mapping" in refused(file("- a\n"))
+    assert load(file("")) == load(None)
+    (tmp_path / "b.yaml").write_bytes(b"\xff")
+    assert "not UTF-8" in refused(str(tmp_path / "b.yaml"))
+
+
+def test_foreign_variables_are_left_alone_and_near_misses_are_not(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert load(None, (), {"JTRAIN_WORKSPACE_HQ": "x", "JTRAIN_CACHE_DIR": "/c", "OTHER": "1"}) == load(None)
+    assert "JTRAIN_WORKSPACE_HQ" in caplog.text and "JTRAIN_CACHE_DIR" not in caplog.text
+    assert "Did you mean max_steps?" in refused(None, (), {"JTRAIN_MAX_STPES": "3"})
+    assert "JTRAIN_MESH__FSPD" in refused(None, (), {"JTRAIN_MESH__FSPD": "3"})
+
+
+def test_lengths_have_one_form():
+    for written, form in (("100", 100), (100.0, 100), ("100 steps", 100), (0.05, 0.05), ("5%", "5%"), ("0.5", 0.5)):
+        assert load({"save_steps": written}).checkpoint.save_steps == form
+        assert load(None, ["--save-steps", str(written)]).checkpoint.save_steps == form
+    assert load({"max_steps": "2 epochs"}).max_steps == "2 epochs"
+
+
+def test_a_config_object_is_a_source_too():
+    config = load({"mesh": "fsdp=2", "max_steps": 5})
+    assert load(config) == config
+    assert load(config, {"num_train_epochs": 1}).max_steps is None

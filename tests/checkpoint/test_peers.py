@@ -1,0 +1,75 @@
+"""Two processes with four devices each: they save together, fail together and restore together."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_states import make_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+from two_process_worker import SHAPE, values
+
+from jtrain.checkpoint import Checkpoints, peers
+
+
+def test_a_single_process_talks_to_itself():
+    assert (peers.count(), peers.index()) == (1, 0)
+    assert peers.exchange("topic", {"a": 1}) == [{"a": 1}]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    run = tmp_path_factory.mktemp("two")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    worker = os.path.join(os.path.dirname(__file__), "two_process_worker.py")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, worker, str(index), str(port), str(run)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+        for index in range(2)
+    ]
+    answers = []
+    try:
+        for process in workers:
+            output, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-4000:]
+            answers.append(json.loads(output.splitlines()[-1]))
+    finally:
+        for process in workers:
+            process.kill()
+    return run, answers
+
+
+def test_both_processes_see_the_same_saves_failures_and_restores(two):
+    run, answers = two
+    for answer in answers:
+        assert answer["durable"] == 2
+        assert answer["steps"] == [1, 2, 3]
+        assert len(answer["failures"]) == 2 and all("No space left" in message for message in answer["failures"])
+        assert answer["restored"] == [True, {"step": 3}]
+        assert answer["fallback"] == [True, {"step": 2}, 2]
+        assert str(run) in answer["lock"] and "in use by process" in answer["lock"]
+    assert answers[0]["run_id"] == answers[1]["run_id"]
+    assert answers[0]["events"].count("durable") == 3 and answers[0]["events"].count("save_failed") == 2
+    assert answers[1]["events"] == []  # process 0 speaks for all
+
+
+def test_what_two_processes_saved_one_process_restores_onto_another_mesh(two):
+    run, _ = two
+    sharding = NamedSharding(make_mesh(2, 4, 1), PartitionSpec(None, "fsdp"))
+    abstract = {k: jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding) for k in ("w", "replicated")}
+    state, meta, step = Checkpoints(run, read_only=True).restore(abstract)
+    assert (meta, step) == ({"step": 2}, 2)
+    for array in state.values():
+        np.testing.assert_array_equal(array, values(2))

@@ -76,10 +76,10 @@ def _split(config: Config, path: str, store: TokenStore) -> tuple[np.ndarray, np
     assert isinstance(fraction, float)
     tokens = int(store.edges[-1])
     # Two tokens make one target: less can't be trained on, or evaluated.
-    if not 0 < fraction < 1 or min(tokens * fraction, tokens * (1 - fraction)) < 2:
+    if min(tokens * fraction, tokens * (1 - fraction)) < 2:
         raise ConfigError(
             f"data.eval: {fraction} of {path} ({tokens} tokens) leaves nothing to train on or to evaluate",
-            "Write a fraction such as 0.1, or name files.",
+            "Write another fraction, or name files.",
         )
     return split_edges(np.asarray(store.edges), fraction)
 

@@ -94,8 +94,8 @@ def tokenise_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer, out: str)
                 stop = record is _END or len(result.bad) > recipe.bad_limit
                 if texts and (full or stop):
                     tokens, lengths = _encode(texts, chunk, recipe, tokenizer, dtype)
-                    tokens.tofile(token_file)
-                    lengths.tofile(length_file)
+                    token_file.write(tokens.data)  # not tofile, which loses the reason of a failure
+                    length_file.write(lengths.data)
                     result.documents += len(lengths)
                     result.tokens += len(tokens)
                     texts, characters = [], 0

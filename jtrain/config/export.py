@@ -77,5 +77,6 @@ def _table(fields: list[str]) -> list[str]:
         info = names.fields()[path]
         default = dump_yaml(info.default).removesuffix("...\n").strip().replace("|", "\\|").replace("\n", " ")
         default = "" if info.default is None else f"`{default}`"
-        rows.append(f"| `{path}` | {names.expected(path).replace('|', ' ')} | {default} | {' '.join((info.description or '').split())} |")
+        meaning = " ".join((info.description or "").split())
+        rows.append(f"| `{path}` | {names.expected(path)} | {default} | {meaning} |")
     return rows

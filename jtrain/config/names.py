@@ -14,15 +14,13 @@ from pydantic.fields import FieldInfo
 from jtrain.config.schema import Config, Section
 from jtrain.errors import ConfigError
 
-ROOT: type[Section] = Config
-
 
 @functools.cache
 def sections() -> dict[str, type[Section]]:
     """Section name -> its model."""
     return {
         name: field.annotation
-        for name, field in ROOT.model_fields.items()
+        for name, field in Config.model_fields.items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     }
 
@@ -31,7 +29,7 @@ def sections() -> dict[str, type[Section]]:
 def fields() -> dict[str, FieldInfo]:
     """Dotted path of every field that holds a value -> its description; in the order of the schema."""
     flat: dict[str, FieldInfo] = {}
-    for name, field in ROOT.model_fields.items():
+    for name, field in Config.model_fields.items():
         if name in sections():
             flat.update({f"{name}.{leaf}": info for leaf, info in sections()[name].model_fields.items()})
         else:

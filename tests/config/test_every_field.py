@@ -1,0 +1,196 @@
+"""A walk over every field and choice: each can be set, is carried into the run's config, and is read by the program.
+
+That a choice also changes what is computed is shown beside the part that reads it: the optimizers, schedules, kernels
+and recomputation policies compare numbers or compiled programs there.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jtrain
+from jtrain.config import load_config, to_yaml
+from jtrain.config.names import choices, fields
+from jtrain.config.yaml_file import dump_yaml
+
+BASE = {"max_steps": 10, "data": {"train": ["a.txt"], "eval": ["e.txt"]}, "accelerator": "tpu"}
+"""A config in which every field may take the value of the table."""
+
+CHANGED = {
+    "run_dir": "/elsewhere",
+    "seed": 7,
+    "max_steps": 20,
+    "num_train_epochs": 2.0,
+    "max_length": 64,
+    "global_batch_size": 64,
+    "per_device_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "fast_dev_run": 3,
+    "deterministic": True,
+    "devices": 16,
+    "compile_cache": "/cache",
+    "distributed.coordinator_address": "host:1234",
+    "distributed.num_processes": 2,
+    "distributed.process_id": 1,
+    "distributed.bind_address": "host:1234",
+    "model.preset": "llama-60m",
+    "model.vocab_size": 2048,
+    "model.hidden_size": 64,
+    "model.intermediate_size": 96,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 8,
+    "model.num_key_value_heads": 1,
+    "model.head_dim": 16,
+    "model.max_position_embeddings": 4096,
+    "model.rope_theta": 500_000.0,
+    "model.tie_word_embeddings": False,
+    "model.norm_eps": 1e-6,
+    "model.attention_bias": True,
+    "model.mlp_bias": True,
+    "model.dropout": 0.1,
+    "model.initializer_range": 0.01,
+    "data.train": ("/b.txt",),
+    "data.weights": (2.0,),
+    "data.eval": 0.2,
+    "data.tokenizer": "/t.json",
+    "data.text_field": "body",
+    "data.append_eos": False,
+    "data.prepend_bos": True,
+    "data.shuffle": False,
+    "data.cache_dir": "/cache",
+    "data.max_bad_records": 5,
+    "data.num_workers": 3,
+    "data.prefetch": 4,
+    "mesh.data": 1,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    "mesh.slices": 2,
+    "sharding.rules": {"mlp": ("fsdp",)},
+    "sharding.optimizer_axes": ("data",),
+    "sharding.gradient_axes": ("data",),
+    "sharding.offload_optimizer": True,
+    "sharding.offload_parameters": True,
+    "loss.label_smoothing": 0.1,
+    "loss.z_loss": 1e-4,
+    "loss.chunk_size": 128,
+    "optimizer.learning_rate": 1e-5,
+    "optimizer.weight_decay": 0.5,
+    "optimizer.beta1": 0.8,
+    "optimizer.beta2": 0.99,
+    "optimizer.eps": 1e-6,
+    "optimizer.max_grad_norm": 0.5,
+    "optimizer.decay_rules": ((".*", 1.0),),
+    "optimizer.freeze": (".*embed.*",),
+    "optimizer.ema_decay": 0.9,
+    "schedule.warmup_steps": 5,
+    "schedule.min_ratio": 0.0,
+    "schedule.decay_steps": 3,
+    "checkpoint.save_steps": "5%",
+    "checkpoint.save_minutes": 5.0,
+    "checkpoint.save_total_limit": 1,
+    "checkpoint.best": "perplexity",
+    "checkpoint.keep_best": 2,
+    "checkpoint.resume": 5,
+    "checkpoint.init_from": "/old",
+    "checkpoint.async_save": False,
+    "eval.eval_steps": 5,
+    "eval.batch_size": 8,
+    "eval.max_batches": 3,
+    "eval.use_ema": False,
+    "eval.early_stopping_patience": 2,
+    "eval.early_stopping_threshold": 0.1,
+    "eval.sample_prompts": ("Once",),
+    "eval.sample_tokens": 8,
+    "eval.sample_temperature": 0.0,
+    "logging.log_every_n_steps": 1,
+    "logging.trackers": (),
+    "faults.max_consecutive_skips": 3,
+}
+
+NOT_YET = ("mesh.pipeline", "mesh.context", "mesh.expert")
+"""Axes whose only legal size is 1 so far; anything else is refused (tests/config/test_rules.py)."""
+
+TOGETHER = {"distributed.process_id": {"distributed.num_processes": 2}}
+"""What else has to be set for a value to be legal."""
+
+CHOICES = [(path, choice) for path in fields() for choice in choices(path)]
+
+
+def value_of(config, path):
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def load(overrides):
+    return load_config(BASE, overrides, {})
+
+
+def test_the_table_is_the_schema():
+    with_choices = {path for path, _ in CHOICES}
+    assert set(CHANGED) | with_choices | set(NOT_YET) == set(fields())
+
+
+@pytest.mark.parametrize("path", CHANGED)
+def test_every_field_is_carried_from_python_file_environment_and_into_the_run(path, tmp_path):
+    changed = CHANGED[path]
+    config = load({path: changed, **TOGETHER.get(path, {})})
+    assert value_of(config, path) == changed != value_of(load({}), path)
+
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml({path: changed}))
+    assert value_of(load_config(BASE | TOGETHER.get(path, {}), load_config_values(file, path), {}), path) == changed
+
+    text = changed if isinstance(changed, str) else dump_yaml(changed).removesuffix("...\n")
+    variable = "JTRAIN_" + path.upper().replace(".", "__")
+    assert value_of(load_config(BASE | TOGETHER.get(path, {}), (), {variable: text.strip()}), path) == changed
+
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    assert value_of(load_config(str(tmp_path / "saved.yaml"), (), {}), path) == changed
+
+
+def load_config_values(file, path):
+    """The value of `path` as the file gives it, with nothing else of that file."""
+    from jtrain.config.load import from_file
+
+    return {path: from_file(file).values[path]}
+
+
+@pytest.mark.parametrize(("path", "choice"), CHOICES)
+def test_every_choice_is_taken(path, choice):
+    accelerator = {"splash": "tpu", "cudnn": "gpu"}.get(choice, "auto")
+    config = load({"accelerator": accelerator, path: choice})
+    value = value_of(config, path)
+    assert choice in (value if isinstance(value, tuple) else (value,))
+
+
+RESOLVED = {
+    "strategy": "mesh",
+    "mesh.pipeline": "mesh",
+    "mesh.context": "mesh",
+    "mesh.expert": "mesh",
+    "mesh.data": "mesh",
+    "mesh.fsdp": "mesh",
+    "mesh.tensor": "mesh",
+    "global_batch_size": "resolve_batch",
+    "per_device_batch_size": "resolve_batch",
+    "gradient_accumulation_steps": "resolve_batch",
+    "task": "tasks",  # one choice so far: any other is refused
+}
+"""Fields that the program reads through a rule or as a whole section: the field -> the name that is asked for."""
+
+
+def test_every_field_is_read_outside_the_config():
+    """A field that nothing reads is a dead option: its name must be an attribute or name that some module asks for."""
+    package = Path(jtrain.__file__).parent
+    nodes = [
+        node
+        for file in package.rglob("*.py")
+        if file.relative_to(package).parts[0] != "config"
+        for node in ast.walk(ast.parse(file.read_text()))
+    ]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    read |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not [path for path in fields() if RESOLVED.get(path, path.rpartition(".")[2]) not in read]

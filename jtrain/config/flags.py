@@ -153,8 +153,9 @@ def parse(flags: Iterable[Flag], weaker: Layer) -> Config:
     default = validate(Layer({path: whole.values[path] for path in rest}, {path: whole.origin[path] for path in rest}))
     import tyro
 
+    page = io.StringIO()
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as page, contextlib.redirect_stdout(page):
+        with contextlib.redirect_stderr(page), contextlib.redirect_stdout(page):
             config = tyro.cli(Config, args=_canonical(layer), default=default, registry=_registry())
     except SystemExit:
         validate(whole)  # one short message, where tyro prints a page

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from jtrain.config.load import load_config
 from jtrain.config.rules import AXES, BATCH_AXES, resolve_mesh
-from jtrain.config.schema import Config, MeshConfig
+from jtrain.config.schema import MeshConfig
 from jtrain.errors import ConfigError
 
 _ACROSS_SLICES = ("data", "fsdp")
@@ -41,7 +41,7 @@ def make_mesh(
     if not isinstance(mesh, MeshConfig):
         mesh = load_config({"mesh": mesh} if mesh else None, env={}).mesh
     devices = list(jax.devices() if devices is None else devices)
-    sizes = resolve_mesh(Config(mesh=mesh), len(devices))
+    sizes = resolve_mesh(mesh, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
     array = _arrange(shape, devices) if mesh.slices == 1 else _arrange_slices(shape, mesh.slices, devices)
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))

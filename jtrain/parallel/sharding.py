@@ -121,11 +121,13 @@ def shard_like_parameters(
         tx, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: replicated, is_leaf=is_leaf
     )
 
-    def fit(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    def fit(leaf: Any, sharding: NamedSharding) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
         # Factored statistics (adafactor) mirror a parameter with another shape: small, so replicated.
         return sharding if _divides(sharding, leaf.shape) else replicated
 
-    return state, jax.tree.map(fit, state, mirrored)
+    return state, jax.tree.map(fit, state, mirrored, is_leaf=is_leaf)
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:

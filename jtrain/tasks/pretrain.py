@@ -19,6 +19,7 @@ from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
+from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.cross_entropy import cross_entropy_and_correct
 from jtrain.tasks.decoder import check_tensor, decoder_config
 from jtrain.tasks.sample import Sampler
@@ -71,6 +72,16 @@ class PretrainTrainer(Trainer):
             predict_fn=_token_losses,
         )
         check_tensor(self.decoder, self.mesh.shape["tensor"])
+        self.kernel = chosen_kernel(
+            self.decoder.attention,
+            platform=self.mesh.devices.flat[0].platform,
+            length=config.max_length,
+            head_dim=self.decoder.head_size,
+            dtype=self.program.precision.compute_dtype,
+        )
+
+    def summary(self) -> list[str]:
+        return [*super().summary(), f"attention: {self.kernel}"]
 
     @property
     def flops_per_token(self) -> TokenFlops:
@@ -152,12 +163,12 @@ class _Sample(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         assert isinstance(trainer, PretrainTrainer)
         section = trainer.config.eval
-        for prompt in section.sample_prompts:
+        for number, prompt in enumerate(section.sample_prompts):
             text = trainer.sample(
                 prompt,
                 max_new_tokens=section.sample_tokens,
                 temperature=section.sample_temperature,
-                seed=trainer.config.seed,
+                seed=trainer.config.seed + number,
             )
             trainer.say(f"--- sample\n{prompt}{text}\n---")
 

@@ -34,7 +34,10 @@ class Evaluator:
         self._step, self._loader, self._batches, self._compute = step, loader, batches, compute_metrics
 
     def __call__(self, params: Any, variables: Any) -> dict[str, float]:
-        """`eval_loss` and `eval_<name>` for every metric of the loss that has a count, and the computed ones."""
+        """`eval_loss`, `eval_<name>` for every metric of the loss that has a count, and the computed ones.
+
+        A metric whose name begins with `_` is for `compute_metrics` alone.
+        """
         sums: Sums = {}
         previous: Loss | None = None
         for index in range(self._batches):
@@ -44,7 +47,7 @@ class Evaluator:
             previous = current
         if previous is not None:
             _add(sums, previous)
-        metrics = {f"eval_{name}": total / count for name, (total, count) in sums.items() if count}
+        metrics = {f"eval_{name}": total / count for name, (total, count) in sums.items() if count and name[0] != "_"}
         if self._compute is not None:
             metrics |= self._compute(sums)
         return metrics

@@ -23,7 +23,8 @@ from jtrain.errors import ConfigError
 from jtrain.observe.console import Console
 from jtrain.observe.metrics import Events, MetricsLog
 from jtrain.observe.trackers import Trackers
-from jtrain.parallel.processes import is_main
+from jtrain.parallel.processes import agree, is_main
+from jtrain.train.timetable import Timetable
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +34,20 @@ class Session:
 
     Args:
       config: the run's.
-      max_steps: for the progress bar.
+      timetable: when things are due.
     """
 
-    def __init__(self, config: Config, max_steps: int):
-        self.config = config
+    def __init__(self, config: Config, timetable: Timetable):
+        self.config, self.timetable = config, timetable
         self.dry = bool(config.fast_dev_run)
-        self.last_save = time.monotonic()
         self.last_save_step: int | None = None
+        self._last_save = time.monotonic()
         self.checkpoints: Checkpoints | None = None
         self._lock: RunLock | None = None
         self._metrics: MetricsLog | None = None
         self._events: Events | None = None
         self._trackers: Trackers | None = None
-        self.console = Console(max_steps, process=jax.process_index(), level=config.logging.level)
+        self.console = Console(timetable.max_steps, process=jax.process_index(), level=config.logging.level)
         if self.dry:
             return
         try:
@@ -79,9 +80,24 @@ class Session:
             self._events = Events(run.path)
             self._trackers = Trackers(config.logging.trackers, run.path)
 
+    def due(self, step: int) -> bool:
+        """Whether anything that needs the state waits for update `step`."""
+        return self.timetable.due(step) or self._time_to_save(step)
+
+    def saves(self, step: int) -> bool:
+        """Whether a save is due after update `step`."""
+        return self.timetable.saves(step) or self._time_to_save(step)
+
+    def _time_to_save(self, step: int) -> bool:
+        """`checkpoint.save_minutes`, looked at at log points: process 0's clock decides for all."""
+        seconds = self.timetable.save_seconds
+        if seconds is None or not self.timetable.logs(step):
+            return False
+        return bool(agree(time.monotonic() - self._last_save >= seconds))
+
     def saved(self, step: int) -> None:
         """Takes note that a save of `step` began (or that `step` was restored)."""
-        self.last_save, self.last_save_step = time.monotonic(), step
+        self._last_save, self.last_save_step = time.monotonic(), step
 
     def write_config(self) -> None:
         """Writes config.yaml, once it is known that this run may go on in this directory."""
@@ -182,6 +198,11 @@ class Counters:
     skipped: int = 0
     tokens: int = 0
     examples: int = 0
+
+    @property
+    def batches(self) -> int:
+        """Batches used so far: the number of the next one."""
+        return self.step + self.skipped
 
     def meta(self, config: Config, callbacks: dict[str, Any]) -> dict[str, Any]:
         """The JSON beside the arrays of a checkpoint."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from typing import Any
 
 from jtrain.config.rules import resolve_steps
@@ -74,11 +73,10 @@ class Timetable:
         """Whether an evaluation is due after update `step` (the one at the end aside)."""
         return bool(self.eval_every) and step % self.eval_every == 0
 
-    def saves(self, step: int, last_save: float) -> bool:
-        """Whether a save is due after update `step` (the last aside). `last_save`: `time.monotonic()` of the last."""
-        timed = self.save_seconds is not None and time.monotonic() - last_save >= self.save_seconds
-        return timed or (bool(self.save_every) and step % self.save_every == 0)
+    def saves(self, step: int) -> bool:
+        """Whether a save is due after update `step` (the last, and those by the clock, aside)."""
+        return bool(self.save_every) and step % self.save_every == 0
 
-    def due(self, step: int, last_save: float) -> bool:
+    def due(self, step: int) -> bool:
         """Whether anything that needs the state waits for update `step`."""
-        return step >= self.max_steps or self.evaluates(step) or self.saves(step, last_save)
+        return step >= self.max_steps or self.evaluates(step) or self.saves(step)

@@ -7,10 +7,10 @@ read while the next one runs; only an evaluation, a save and the end wait for th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,15 @@ from jtrain.config.load import load_config
 from jtrain.config.schema import Config
 from jtrain.data.arrays import as_rows
 from jtrain.data.loader import DataLoader
-from jtrain.errors import ConfigError, JtrainError, NumbersError, Preempted
+from jtrain.errors import ConfigError, Preempted
+from jtrain.observe.flops import TokenFlops
 from jtrain.parallel import processes
 from jtrain.parallel.mesh import describe
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.train.callbacks import Callback, CallbackList, EarlyStopping
 from jtrain.train.compiled import CompiledStep
 from jtrain.train.evaluation import Evaluator
+from jtrain.train.faults import FiniteCheck
 from jtrain.train.loss import LossFn
 from jtrain.train.meter import Meter
 from jtrain.train.preemption import Preemption
@@ -121,6 +123,8 @@ class Trainer:
         self._state: TrainState | None = None
         self._session: Session | None = None
         self._requests: set[str] = set()
+        self._latest: dict[str, Any] = {}
+        self._logged = self._evaluated = -1
         self.history = History()
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -134,15 +138,18 @@ class Trainer:
         if self.train_rows is None:
             raise ConfigError("train_data is missing", "pass train_data, or name files in data.train")
         total = self.timetable.max_steps
-        with self._open_session(total) as session, Preemption() as preemption:
+        with self._open_session() as session, Preemption() as preemption:
+            self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
             if self.counters.step >= total:
-                session.console.message(f"max_steps={total} is already reached (step {self.counters.step}): nothing to do")
+                self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")
                 return self.history
             try:
                 self.callbacks("on_fit_start", self)
                 self._loop(session, preemption, total)
                 self.callbacks("on_fit_end", self)
+            except Preempted:
+                raise
             except BaseException as error:
                 self.callbacks("on_exception", self, error)
                 session.emit("end", {"step": self.counters.step, "error": f"{type(error).__name__}: {error}"})
@@ -151,87 +158,71 @@ class Trainer:
         return self.history
 
     def _loop(self, session: Session, preemption: Preemption, total: int) -> None:
-        with self._loader(total + self.counters.skipped) as loader:
-            self._compile(loader)
+        counters = self.counters
+        with self._loader() as loader:
+            self.train_step.compile(self.state, loader[counters.batches])
+            self.say(f"train_step compiled in {self.train_step.seconds:.1f} s")
             meter = Meter(self)
             in_flight: dict[str, Any] | None = None
-            while self.counters.step < total and "stop" not in self._requests:
-                update = self.counters.step + (in_flight is not None) + 1  # if the one in flight is not skipped
-                self.callbacks("on_step_start", self, update)
-                batch = loader[self.counters.step + self.counters.skipped + (in_flight is not None)]
+            while counters.step < total and "stop" not in self._requests:
+                running = int(in_flight is not None)
+                self.callbacks("on_step_start", self, counters.step + running + 1)
+                batch = loader[counters.batches + running]
                 meter.waited(loader.last_wait_seconds)
                 self._state, metrics = self.train_step(self.state, batch)
                 if in_flight is not None:
-                    self._retire(in_flight, meter, total)
+                    self._retire(in_flight, meter)
                 in_flight = metrics
                 if session.checkpoints is not None:
                     session.checkpoints.poll()
-                preempted = preemption.requested(self.counters.step + self.counters.skipped + 1)
-                # Nothing below waits for the device unless something is due once this update is done.
-                if preempted or self._requests or self.timetable.due(self.counters.step + 1, session.last_save):
-                    self._retire(in_flight, meter, total)
+                preempted = preemption.requested(counters.batches + 1)
+                # The device is waited for only when something is due once the update in flight is done.
+                if preempted or self._requests or session.due(counters.step + 1):
+                    self._retire(in_flight, meter)
                     in_flight = None
-                    self._boundary(session, total, preempted)
+                    self._boundary(session, meter, preempted)
                     meter.restart()
 
-    def _retire(self, metrics: dict[str, Any], meter: Meter, total: int) -> None:
+    def _retire(self, metrics: dict[str, Any], meter: Meter) -> None:
         """Reads the figures of an update and takes note of them."""
-        values = meter.read(metrics)
+        values = self._latest = meter.read(metrics)
         counters = self.counters
         counters.tokens += values.pop("batch_tokens")
         counters.examples += self.program.batch.total
-        if not values["finite"]:
-            self._not_finite(values)
+        self._finite_check(counters.step, values)
         if int(metrics["step"]) == counters.step:  # skipped: no update was applied
             counters.skipped += 1
             return
         counters.step += 1
-        self._bad_in_a_row = 0
         self.callbacks("on_step_end", self, counters.step, values)
         if self.timetable.logs(counters.step) or "log" in self._requests:
             self._requests.discard("log")
-            self._log("train", meter.record(values))
+            self._log_step(meter)
         if self._session is not None:
             self._session.console.advance(counters.step)
 
-    def _not_finite(self, values: dict[str, Any]) -> None:
-        faults, counters = self.config.faults, self.counters
-        figures = f"loss={values['loss']} grad_norm={values['grad_norm']}"
-        self._bad_in_a_row += 1
-        overflow = self.program.precision.loss_scaling and values["loss"] == values["loss"]
-        if faults.nonfinite == "stop" and not overflow:
-            raise NumbersError(
-                f"the update after step {counters.step} is not finite: {figures}",
-                "the state before it is kept; lower optimizer.learning_rate, or write faults.nonfinite: skip",
-            )
-        if faults.nonfinite == "warn":
-            log.warning("update %d is not finite (%s) and was applied", counters.step + 1, figures)
-            return
-        log.warning("a step after %d was skipped: %s", counters.step, figures)
-        self._emit("skipped_step", {"step": counters.step, "skipped": counters.skipped + 1} | values)
-        if self._bad_in_a_row > faults.max_consecutive_skips:
-            raise NumbersError(
-                f"{self._bad_in_a_row} steps in a row after step {counters.step} were not finite: {figures}",
-                "lower optimizer.learning_rate, look at the data there, or raise faults.max_consecutive_skips",
-            )
-
-    def _boundary(self, session: Session, total: int, preempted: bool) -> None:
+    def _boundary(self, session: Session, meter: Meter, preempted: bool) -> None:
         """The device is idle: evaluate, then save, then leave if asked to."""
-        step, last = self.counters.step, self.counters.step >= total or "stop" in self._requests
+        step, requests = self.counters.step, self._requests
+        last = step >= self.timetable.max_steps or "stop" in requests
+        if (last or preempted) and self._logged != step:
+            self._log_step(meter)
         evaluated: dict[str, float] = {}
-        if not preempted and self.eval_rows is not None and (last or self._due("evaluate", self.timetable.evaluates(step))):
+        wanted = last or "evaluate" in requests or self.timetable.evaluates(step)
+        if wanted and not preempted and self.eval_rows is not None and self._evaluated != step:
+            self._evaluated = step
             evaluated = self.evaluate()
             self.callbacks("on_evaluate", self, evaluated)
-            last = last or "stop" in self._requests
-        if preempted or last or self._due("save", self.timetable.saves(step, session.last_save)):
+            last = last or "stop" in requests
+        if preempted or last or "save" in requests or session.saves(step):
             self._save(session, evaluated)
-        self._requests -= {"evaluate", "save"}
+        requests -= {"evaluate", "save"}
         if preempted:
             self.callbacks("on_preemption", self, step)
             saved = session.checkpoints is not None
             if saved:
                 session.checkpoints.wait()
-            self._emit("preempted", {"step": step, "saved": saved})
+            session.emit("preempted", {"step": step, "saved": saved})
             raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
 
     # ------------------------------------------------------------------------------------------------ its verbs
@@ -274,6 +265,33 @@ class Trainer:
             raise ConfigError("predict needs predict_fn", "pass predict_fn(model, batch) -> arrays [b, ...]")
         return predict(self.program, self.state, self._predict_fn, as_rows(data, seed=None))
 
+    @property
+    def flops_per_token(self) -> TokenFlops | None:
+        """Model FLOPs of a token in training; None where the model's shape is not known (then MFU is null)."""
+        return None
+
+    @property
+    def epoch(self) -> float | None:
+        """Passes over the training rows so far."""
+        size = self.timetable.steps_per_epoch
+        return None if not size else self.counters.batches / size
+
+    def summary(self) -> list[str]:
+        """What the run is, in a few words each: printed when it starts."""
+        abstract, batch = self.plan.abstract, self.program.batch
+        size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+        return [
+            f"{size:,} parameters on {describe(self.mesh)}",
+            f"state {bytes_per_device(abstract) / 2**20:,.1f} MiB a device",
+            f"{batch.total} rows a step, in {batch.accumulation} of {batch.rows}",
+            self.program.precision.name,
+        ]
+
+    def say(self, text: str) -> None:
+        """Prints on the console of process 0."""
+        if self._session is not None:
+            self._session.console.message(text)
+
     def request_log(self) -> None:
         """Asks for a line of figures at the next step."""
         self._requests.add("log")
@@ -293,11 +311,18 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ its parts
 
-    def _open_session(self, total: int) -> Session:
-        self._session = Session(self.config, total)
+    @contextlib.contextmanager
+    def _open_session(self) -> Iterator[Session]:
         self._requests.clear()
-        self._bad_in_a_row = 0
-        return self._session
+        with Session(self.config, self.timetable) as session:
+            self._session = session
+            self._finite_check = FiniteCheck(
+                self.config.faults, loss_scaling=self.program.precision.loss_scaling, emit=session.emit
+            )
+            try:
+                yield session
+            finally:
+                self._session = None
 
     def _restore_or_init(self, session: Session) -> None:
         kept, self._state = self._state, None  # one state in memory, not two
@@ -312,13 +337,7 @@ class Trainer:
         session.write_config()
         if self.config.checkpoint.init_from:
             self._init_from(self.config.checkpoint.init_from)
-        state = self.state
         session.emit("start", {"mesh": dict(self.mesh.shape), "max_steps": self.timetable.max_steps})
-        size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        session.console.message(
-            f"{size:,} parameters on {describe(self.mesh)} | state {bytes_per_device(state) / 2**20:,.1f} MiB a device | "
-            f"{self.program.batch.total} rows a step in {self.program.batch.accumulation} micro-batch(es)"
-        )
 
     def _init_from(self, source: str) -> None:
         from jtrain.checkpoint.checkpoints import load_parameters
@@ -328,7 +347,7 @@ class Trainer:
         ema = None if fresh.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, fresh.ema)
         self._state = dataclasses.replace(fresh, params=params, ema=ema)
 
-    def _loader(self, stop: int) -> DataLoader:
+    def _loader(self) -> DataLoader:
         batch = self.program.batch
         return DataLoader(
             self.train_rows,
@@ -345,12 +364,6 @@ class Trainer:
         limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
         return Evaluator(self._eval_step, loader, min(batches, limit or batches), self._compute_metrics)
 
-    def _compile(self, loader: DataLoader) -> None:
-        started = time.perf_counter()
-        batch = loader[self.counters.step + self.counters.skipped]
-        self.train_step.compile(self.state, batch)
-        log.info("train_step compiled in %.1f s", time.perf_counter() - started)
-
     def _save(self, session: Session, metrics: dict[str, float]) -> None:
         if session.checkpoints is None or session.last_save_step == self.counters.step:
             return
@@ -359,8 +372,9 @@ class Trainer:
         session.saved(self.counters.step)
         self.callbacks("on_save", self, self.counters.step)
 
-    def _due(self, request: str, scheduled: bool) -> bool:
-        return scheduled or request in self._requests
+    def _log_step(self, meter: Meter) -> None:
+        self._logged = self.counters.step
+        self._log("train", meter.record(self._latest))
 
     def _log(self, split: str, record: dict[str, Any]) -> None:
         getattr(self.history, split).append({"step": self.counters.step} | record)
@@ -368,10 +382,3 @@ class Trainer:
             self._session.log(self.counters.step, split, record)
         if split == "train":
             self.callbacks("on_log", self, record)
-
-    def _emit(self, event: str, fields: dict[str, Any]) -> None:
-        if self._session is not None:
-            self._session.emit(event, fields)
-
-
-__all__ = ["History", "JtrainError", "Trainer"]

@@ -36,6 +36,7 @@ log = logging.getLogger("jtrain.data")
 
 CACHE_VERSION = 1
 _PARALLEL_BYTES = 32 << 20
+_PLAN_PARTS = ("starts", "lengths", "first")
 # A file written again within the clock's grain of its hash could keep its stamp; such hashes are not reused.
 _SETTLED_SECONDS = 2.0
 
@@ -50,7 +51,7 @@ class CacheOptions:
     Attributes:
       folder: where they stand; None: the user's cache folder, or JTRAIN_CACHE_DIR.
       recipe: how texts become tokens.
-      on_bad_record, max_bad_records: the policy of `data.on_bad_record`.
+      on_bad_record, max_bad_records: the policy of `data.on_bad_record`, for each source.
       num_workers: processes; None: one a core. Small sources are tokenised in this process.
       chunk_bytes, parallel_bytes: size of a unit of work, and of a source that is worth several processes.
     """
@@ -122,17 +123,28 @@ def open_plan(store: TokenStore, edges: np.ndarray, max_length: int, packing: Pa
         return plan_rows(edges, max_length, packing)
     name = f"plan-{PLAN_VERSION}-{packing}-{max_length}-{int(edges[0])}-{int(edges[-1])}"
     path = store.path / name
-    parts = ("starts", "lengths", "first")
-    if not path.is_dir():
-        plan = plan_rows(edges, max_length, packing)
-        made = _temporary(path)
-        with _storage(made):
-            made.mkdir()
-            for part in parts:
-                np.save(made / f"{part}.npy", getattr(plan, part), allow_pickle=False)
-        _publish(made, path)
-    arrays = [np.load(path / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts]
-    return Plan(arrays[0], arrays[1], arrays[2], max_length)
+    kept = _load_plan(path, max_length)
+    if kept is not None:
+        return kept
+    plan = plan_rows(edges, max_length, packing)
+    made = _temporary(path)
+    with _storage(made):
+        made.mkdir()
+        for part in _PLAN_PARTS:
+            np.save(made / f"{part}.npy", getattr(plan, part), allow_pickle=False)
+    _publish(made, path, lambda: _load_plan(path, max_length) is not None)
+    return plan
+
+
+def _load_plan(path: Path, max_length: int) -> Plan | None:
+    """The plan in a folder; None if there is none, or not a whole one."""
+    try:
+        starts, lengths, first = (
+            np.load(path / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in _PLAN_PARTS
+        )
+    except (OSError, ValueError, EOFError):
+        return None
+    return Plan(starts, lengths, first, max_length) if len(starts) == len(lengths) == first[-1] else None
 
 
 def _build(
@@ -153,7 +165,7 @@ def _build(
             meta = _collect(made, jobs, results, tokenizer, options, progress)
         with _storage(made):
             (made / "meta.json").write_text(json.dumps(meta, indent=1))
-        _publish(made, path)
+        _publish(made, path, lambda: _is_whole(path))
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -283,7 +295,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
 
 
-def _publish(made: Path, path: Path) -> None:
+def _publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
     """Renames a finished folder into place. A broken one there makes way; a whole one of another host stays."""
     with _storage(path):
         for part in made.iterdir():
@@ -294,11 +306,13 @@ def _publish(made: Path, path: Path) -> None:
         except OSError:
             if not path.is_dir():
                 raise
-            if (made / "meta.json").exists() and not _is_whole(path):
-                path.rename(_temporary(path.with_name(f"{path.name}.broken")))
-                made.rename(path)
-            else:
-                shutil.rmtree(made, ignore_errors=True)
+            if whole():
+                shutil.rmtree(made)
+                return
+            broken = _temporary(path)
+            path.rename(broken)
+            made.rename(path)
+            shutil.rmtree(broken, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -310,6 +324,8 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             log.info("another process is tokenising the same data; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: work may be done twice, which is safe
+            log.debug("%s can't be locked", path)
         yield
 
 

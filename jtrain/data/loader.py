@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,11 +106,14 @@ class DataLoader:
         values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
         shape = (*self._shape, *values.shape[1:])
         if len(self._mine) == self._size:
-            whole = values.reshape(shape)
-            return jax.make_array_from_callback(shape, self._sharding_of(len(shape)), lambda index: whole[index])
-        return jax.make_array_from_callback(
-            shape, self._sharding_of(len(shape)), lambda index: values[self._place[index[:2]]][(..., *index[2:])]
-        )
+            values = values.reshape(shape)
+
+        def local(index: Any) -> np.ndarray:
+            if len(self._mine) == self._size:
+                return values[index]
+            return values[self._place[index[:2]]][(..., *index[2:])]
+
+        return jax.make_array_from_callback(shape, self._sharding_of(len(shape)), local)
 
     def _sharding_of(self, rank: int) -> NamedSharding:
         """The sharding for arrays of this rank: [A, b] has no axis for a token spec."""

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, cast
 from jtrain.data.files import is_url, open_file, stat
 from jtrain.errors import DataError
 
-CHUNK_BYTES = 16 << 20
-WHOLE_TEXT_BYTES = 64 << 20
+CHUNK_BYTES = 8 << 20
+WHOLE_TEXT_BYTES = 16 << 20
 _SEARCH_BYTES = 1 << 16
 _SHOWN = 200
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +16,11 @@ from jtrain.errors import DataError, StorageError
 
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 20
+# The tokenizers library takes about 150 times a text's size in memory while it encodes it.
+_LONG_CHARACTERS = 4 << 20
+_PIECE_CHARACTERS = 1 << 20
+# Where a space follows something else: a place where tokenizers cut, too.
+_WORD_CUT = re.compile(r"(?<=\S)(?=\s)")
 
 
 @dataclass(frozen=True)
@@ -113,11 +119,31 @@ def _encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     before = [tokenizer.bos_id] if recipe.prepend_bos and chunk.opens else []
     after = [tokenizer.eos_id] if recipe.append_eos and chunk.closes else []
-    documents = tokenizer.encode_batch(texts)
+    documents = _encode_texts(texts, tokenizer)
     extra = len(before) + len(after)
     lengths = np.fromiter((len(document) + extra for document in documents), np.int64, len(documents))
     ids = itertools.chain.from_iterable(itertools.chain(before, document, after) for document in documents)
     return np.fromiter(ids, dtype, int(lengths.sum())), lengths
+
+
+def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids of each text; a very long one is encoded by pieces."""
+    if max(map(len, texts)) <= _LONG_CHARACTERS:
+        return tokenizer.encode_batch(texts)
+    return [
+        list(itertools.chain.from_iterable(tokenizer.encode_batch([piece])[0] for piece in _pieces(text)))
+        for text in texts
+    ]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    begin = 0
+    while len(text) - begin > _LONG_CHARACTERS:
+        cut = _WORD_CUT.search(text, begin + _PIECE_CHARACTERS, begin + _LONG_CHARACTERS)
+        end = cut.start() if cut else begin + _PIECE_CHARACTERS
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
 
 
 class _End:

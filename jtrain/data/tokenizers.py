@@ -78,8 +78,8 @@ class ByteTokenizer:
 
     spec = "bytes"
     vocab_size = 259
-    eos_id = 256
-    bos_id = 257
+    eos_id: int | None = 256
+    bos_id: int | None = 257
     pad_id = 258
     fingerprint = "bytes-259"
 
@@ -130,12 +130,12 @@ class JsonTokenizer:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray | None:
-        special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
-        byte_level = '"ByteLevel"' in self._backend.to_str()
+        byte_level = "ByteLevel" in repr(self._backend.decoder)
         sizes = np.zeros(self.vocab_size, np.int32)
-        for text, token in self._backend.get_vocab(with_added_tokens=True).items():
-            if token not in special:
-                sizes[token] = len(text) if byte_level else _piece_bytes(text)
+        for text, token in self._backend.get_vocab(with_added_tokens=False).items():
+            sizes[token] = len(text) if byte_level else _piece_bytes(text)  # a byte is one character of its alphabet
+        for token, added in self._backend.get_added_tokens_decoder().items():
+            sizes[token] = 0 if added.special else len(added.content.encode())
         return sizes if _counts_bytes(self, sizes) else None
 
 

@@ -302,3 +302,12 @@ def test_plans_of_other_lengths_packings_and_stretches_are_others(tmp_path):
         open_plan(store, store.edges[:5], 8, "best_fit"),
     ]
     assert [plan.rows for plan in plans] == [5, 3, 9, 2]
+
+
+def test_a_plan_that_was_cut_short_is_made_again(tmp_path):
+    store = open_store(write_jsonl(tmp_path / "a.jsonl", [f"{n}" * n for n in range(1, 30)]), BYTES, OPTIONS)
+    wanted = open_plan(store, store.edges, 32, "best_fit")
+    (part,) = store.path.glob("plan-*/starts.npy")
+    os.truncate(part, part.stat().st_size // 2)
+    assert np.array_equal(open_plan(store, store.edges, 32, "best_fit").starts, wanted.starts)
+    assert np.array_equal(np.load(part), wanted.starts)

@@ -18,18 +18,24 @@ from jtrain.ops.logical import constrain, mesh_axis_size
 
 
 class Attention(nnx.Module):
-    """q, k, v projections, rotation, causal attention within segments, output projection."""
+    """q, k, v projections, rotation, causal attention within segments, output projection.
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+    Args:
+      config: the decoder.
+      keys: four keys, one a kernel.
+      dtype: type of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, keys: jax.Array, dtype: jnp.dtype):
         self.config = config
         d, std, bias = config.hidden_size, config.initializer_range, config.attention_bias
         embed = (("embed", d),)
         query = (("heads", config.num_attention_heads), ("head_dim", config.head_size))
         key_value = (("kv_heads", config.kv_heads), ("head_dim", config.head_size))
-        self.q_proj = Projection(rngs.params(), std, embed, query, bias=bias, dtype=dtype)
-        self.k_proj = Projection(rngs.params(), std, embed, key_value, bias=bias, dtype=dtype)
-        self.v_proj = Projection(rngs.params(), std, embed, key_value, bias=bias, dtype=dtype)
-        self.o_proj = Projection(rngs.params(), std, query, embed, bias=bias, dtype=dtype)
+        self.q_proj = Projection(keys[0], std, embed, query, bias=bias, dtype=dtype)
+        self.k_proj = Projection(keys[1], std, embed, key_value, bias=bias, dtype=dtype)
+        self.v_proj = Projection(keys[2], std, embed, key_value, bias=bias, dtype=dtype)
+        self.o_proj = Projection(keys[3], std, query, embed, bias=bias, dtype=dtype)
 
     def __call__(
         self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids_BL: jax.Array | None

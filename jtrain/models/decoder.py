@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jtrain.models.attention import Attention
 from jtrain.models.config import DecoderConfig
-from jtrain.models.dropout import row_dropout
+from jtrain.models.dropout import dropout, dropout_keys
 from jtrain.models.feed_forward import FeedForward
 from jtrain.models.norm import Norm
 from jtrain.models.parameters import normal
@@ -26,26 +26,25 @@ from jtrain.ops.vocabulary import embedding_lookup, pad_vocabulary
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), with dropout on both branches."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype: jnp.dtype):
+        # All keys by one split: hashing is what an initial draw takes longest to compile.
+        keys = jax.random.split(key, 7)
         self.dropout = config.dropout
         self.attention_norm = Norm(config, dtype)
-        self.attention = Attention(config, rngs, dtype)
+        self.attention = Attention(config, keys[:4], dtype)
         self.mlp_norm = Norm(config, dtype)
-        self.mlp = FeedForward(config, rngs, dtype)
+        self.mlp = FeedForward(config, keys[4:], dtype)
 
     def __call__(
         self,
         x_BLD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         segment_ids_BL: jax.Array | None,
-        key: jax.Array | None,
-        row_B: jax.Array | None,
+        keys_2B: jax.Array | None,
     ) -> jax.Array:
         def branch(y_BLD: jax.Array, place: int) -> jax.Array:
             y_BLD = constrain(y_BLD, "batch", "residual_sequence", None)
-            if key is None or row_B is None:
-                return y_BLD
-            return row_dropout(y_BLD, self.dropout, jax.random.fold_in(key, place), row_B)
+            return y_BLD if keys_2B is None else dropout(y_BLD, self.dropout, keys_2B[place])
 
         h = constrain(self.attention_norm(x_BLD), "batch", "sequence", None)
         x_BLD = x_BLD + branch(self.attention(h, rope, segment_ids_BL), 0)
@@ -87,13 +86,13 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, param_dtype: DTypeLike = "float32"):
         self.config = config
         dtype = jnp.dtype(param_dtype)
-        self.embed_tokens = Embedding(config, rngs.params(), dtype)
-        head_key, layers_key = rngs.params(), rngs.params()
+        embedding_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
+        self.embed_tokens = Embedding(config, embedding_key, dtype)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(layers_key, jnp.arange(config.num_hidden_layers))
 
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
         def stacked(key: jax.Array) -> Layer:
-            return Layer(config, nnx.Rngs(params=key), dtype)
+            return Layer(config, key, dtype)
 
         self.layers = stacked(keys)
         self.final_norm = Norm(config, dtype)
@@ -136,17 +135,18 @@ class Decoder(nnx.Module):
         table = self.embed_tokens.embedding[...]
         x = constrain(embedding_lookup(table, input_ids), "batch", "sequence", None)
         x = constrain(x, "batch", "residual_sequence", None)
+        keys = None
         if rng is not None and row is not None:
-            x = row_dropout(x, config.dropout, jax.random.fold_in(rng, 0), row)
+            embedding_keys, keys = dropout_keys(rng, config.num_hidden_layers, row)
+            x = dropout(x, config.dropout, embedding_keys)
         rope = rope_tables(config, position_ids, table.dtype)
         graph, layers = nnx.split(self.layers)
 
-        def body(x_BLD: jax.Array, layer: tuple[dict, jax.Array]) -> tuple[jax.Array, None]:
-            parameters, index = layer
-            key = None if rng is None else jax.random.fold_in(rng, index + 1)
-            return nnx.merge(graph, parameters)(x_BLD, rope, segment_ids, key, row), None
+        def body(x_BLD: jax.Array, layer: tuple[dict, jax.Array | None]) -> tuple[jax.Array, None]:
+            parameters, keys_2B = layer
+            return nnx.merge(graph, parameters)(x_BLD, rope, segment_ids, keys_2B), None
 
-        stack = (nnx.to_pure_dict(layers), jnp.arange(config.num_hidden_layers))
+        stack = (nnx.to_pure_dict(layers), keys)
         x, _ = jax.lax.scan(remat(body, config.remat), x, stack)
         return constrain(self.final_norm(x), "batch", "sequence", None)
 

@@ -14,16 +14,22 @@ from jtrain.ops.logical import constrain
 
 
 class FeedForward(nnx.Module):
-    """down(act(gate(x)) * up(x)), or down(gelu(up(x))). GELU is the tanh approximation, as in GPT-2 and Gemma."""
+    """down(act(gate(x)) * up(x)), or down(gelu(up(x))). GELU is the tanh approximation, as in GPT-2 and Gemma.
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+    Args:
+      config: the decoder.
+      keys: three keys, for the gate (if there is one), up and down kernels.
+      dtype: type of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, keys: jax.Array, dtype: jnp.dtype):
         std, bias = config.initializer_range, config.mlp_bias
         embed, mlp = (("embed", config.hidden_size),), (("mlp", config.intermediate_size),)
         self.activation = config.activation
         if config.gated:
-            self.gate_proj = Projection(rngs.params(), std, embed, mlp, bias=bias, dtype=dtype)
-        self.up_proj = Projection(rngs.params(), std, embed, mlp, bias=bias, dtype=dtype)
-        self.down_proj = Projection(rngs.params(), std, mlp, embed, bias=bias, dtype=dtype)
+            self.gate_proj = Projection(keys[0], std, embed, mlp, bias=bias, dtype=dtype)
+        self.up_proj = Projection(keys[1], std, embed, mlp, bias=bias, dtype=dtype)
+        self.down_proj = Projection(keys[2], std, mlp, embed, bias=bias, dtype=dtype)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""

@@ -67,6 +67,8 @@ class Layer:
         dropped = {loser for winner, losers in EXCLUSIVE if self.values.get(winner) is not None for loser in losers}
         if "mesh" in self.replaced:
             dropped.add("strategy")
+            if weaker.values.get("strategy"):  # which may have been written out already
+                dropped |= {"sharding.optimizer_axes", "sharding.gradient_axes"}
         kept = [path for path in weaker.values if path not in dropped and path.partition(".")[0] not in self.replaced]
         return Layer(
             {path: weaker.values[path] for path in kept} | self.values,

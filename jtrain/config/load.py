@@ -30,12 +30,14 @@ def load_config(
     Args:
       source: a YAML file, the bare name of a recipe, a mapping of the same shape, a Config, or None for defaults.
       overrides: flags as on the command line (`["--mesh.fsdp", "4"]`, also `["mesh.fsdp=4"]`), or a mapping.
-      env: the environment; `os.environ` by default.
+      env: the environment; `os.environ` by default. It does not reach a Config, which has been through all this.
 
     Raises:
       ConfigError: a name, value or combination that is not allowed; the message names it, its place and the remedy.
     """
-    weaker = from_environment(env).over(from_source(source))
+    weaker = from_source(source)
+    if not isinstance(source, Config):
+        weaker = from_environment(env).over(weaker)
     if isinstance(overrides, Mapping):
         return build(layers.from_mapping(overrides, str).over(weaker))
     if not overrides:

@@ -157,14 +157,14 @@ def nearest_name(name: str) -> str | None:
 
     A leaf that stands in another section counts too: `fsdp` is `mesh.fsdp`.
     """
-    names = [*fields(), *sections(), *ALIASES]
-    leaf = name.rpartition(".")[2]
+    section, _, leaf = name.rpartition(".")
     exact = [field for field in fields() if field.rpartition(".")[2] == leaf]
     if exact:
         return exact[0]
-    section = name.partition(".")[0] + "."
-    own = [field for field in names if field.startswith(section)]
-    return nearest(name, own) or nearest(name, names) or nearest_leaf(leaf)
+    if section in sections():
+        own = nearest(leaf, sections()[section].model_fields)
+        return f"{section}.{own}" if own else nearest_leaf(leaf)
+    return nearest(name, [*fields(), *sections(), *ALIASES]) or nearest_leaf(leaf)
 
 
 def nearest_leaf(leaf: str) -> str | None:

@@ -166,6 +166,8 @@ def test_every_alias_stands_in_the_table_of_the_test():
         ({"mehs": 1}, ["mehs", "Did you mean mesh?"]),
         ({"mesh": {"fdsp": 2}}, ["mesh.fdsp", "Did you mean mesh.fsdp?"]),
         ({"fsdp": 2}, ["Did you mean mesh.fsdp?"]),
+        ({"model": {"zzz": 2}}, ["model has: preset,"]),
+        ({"optimiser": {"learning_rte": 2}}, ["optimiser", "Did you mean optimizer?"]),
         ({"optimizer": {"max_steps": 2}}, ["optimizer.max_steps", "Did you mean max_steps?"]),
         ({"mesh": {"fsdp": "x"}}, ["mesh.fsdp: 'x'", "a whole number"]),
         ({"mesh": {"fsdp": 1.5}}, ["mesh.fsdp: 1.5", "a whole number"]),
@@ -235,6 +237,16 @@ def test_lengths_have_one_form():
         assert load({"save_steps": written}).checkpoint.save_steps == form
         assert load(None, ["--save-steps", str(written)]).checkpoint.save_steps == form
     assert load({"max_steps": "2 epochs"}).max_steps == "2 epochs"
+
+
+def test_a_config_object_is_not_changed_by_the_environment():
+    config = load(None, ["--seed", "1"], {"JTRAIN_SEED": "2"})
+    assert load(config, (), {"JTRAIN_SEED": "2"}).seed == 1
+
+
+def test_another_mesh_takes_a_strategy_and_what_it_stood_for_away():
+    config = load(load({"strategy": "zero2", "max_steps": 5}), {"mesh": "fsdp=2"})
+    assert config == load({"mesh": "fsdp=2", "max_steps": 5})
 
 
 def test_a_config_object_is_a_source_too():

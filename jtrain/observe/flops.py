@@ -81,12 +81,14 @@ def decoder_flops(shape: DecoderShape, length: int, *, parameters: int | None = 
     )
 
 
-def mfu(flops_per_token: float, tokens_per_second_per_device: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation, a ratio (0.41 is 41 %).
+def mfu(flops_per_token: float | None, tokens_per_second_per_device: float | None, peak: float | None) -> float | None:
+    """Model FLOPs utilisation, a ratio (0.41 is 41 %); None when one of the three is unknown.
 
     Args:
       flops_per_token: training FLOPs of a token by either convention.
       tokens_per_second_per_device: tokens/s of one device.
-      peak: FLOP/s that one device can do at best, or None.
+      peak: FLOP/s that one device can do at best.
     """
-    return None if not peak else flops_per_token * tokens_per_second_per_device / peak
+    if flops_per_token is None or tokens_per_second_per_device is None or not peak:
+        return None
+    return flops_per_token * tokens_per_second_per_device / peak

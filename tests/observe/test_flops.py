@@ -46,6 +46,6 @@ def test_the_conventions_differ_by_half_the_attention():
     assert flops.legacy - flops.causal == 6 * 32 * 4096 * (8192 - 1)
 
 
-def test_mfu_is_a_ratio_and_unknown_without_a_peak():
+def test_mfu_is_a_ratio_and_unknown_when_a_figure_is():
     assert mfu(6e9, 50_000, 1e15) == pytest.approx(0.3)
-    assert mfu(6e9, 50_000, None) is None
+    assert mfu(6e9, 50_000, None) is mfu(None, 50_000, 1e15) is mfu(6e9, None, 1e15) is None

@@ -40,17 +40,18 @@ class ArrayRows:
         once: bool = False,
     ):
         if isinstance(data, Mapping):
-            self._arrays: dict[str, np.ndarray] | None = {name: np.asarray(array) for name, array in data.items()}
+            self._arrays = {name: np.asarray(array) for name, array in data.items()}
+            self._examples: Sequence[Mapping[str, Any]] = ()
             lengths = {name: len(array) for name, array in self._arrays.items()}
             if len(set(lengths.values())) > 1:
                 raise DataError(f"the arrays of a dataset have different lengths: {lengths}")
             self._size = next(iter(lengths.values()), 0)
         else:
-            self._arrays = None
+            self._arrays = {}
+            self._examples = data
             self._size = len(data)
         if not self._size:
             raise DataError("the dataset holds no examples")
-        self._data = data
         self._seed = seed
         self._shuffle = shuffle and not once
         self._once = once
@@ -90,9 +91,9 @@ class ArrayRows:
         return batch
 
     def _read(self, examples: np.ndarray) -> Batch:
-        if self._arrays is not None:
+        if self._arrays:
             return {name: array[examples] for name, array in self._arrays.items()}
-        found = [self._data[int(example)] for example in examples]
+        found = [self._examples[int(example)] for example in examples]
         try:
             return {name: np.stack([np.asarray(item[name]) for item in found]) for name in found[0]}
         except (KeyError, ValueError) as error:

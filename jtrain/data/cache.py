@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def _build(
 
 def _run(
     jobs: Sequence[tuple[Chunk, str]], recipe: Recipe, tokenizer: Tokenizer, options: CacheOptions
-) -> Iterator[ChunkResult]:
+) -> Generator[ChunkResult, None, None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(options.num_workers or cores, len(jobs))
     if workers > 1 and sum(chunk.size for chunk, _ in jobs) >= options.parallel_bytes:

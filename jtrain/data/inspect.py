@@ -82,4 +82,4 @@ def _spans(ids: np.ndarray, target: np.ndarray, tokenizer: Tokenizer) -> Iterato
     """Runs of tokens that are all targets, or all not."""
     cuts = [0, *(np.flatnonzero(np.diff(target)) + 1).tolist(), len(ids)]
     for begin, end in itertools.pairwise(cuts):
-        yield {"text": tokenizer.decode(ids[begin:end]), "tokens": end - begin, "target": bool(target[begin])}
+        yield {"text": tokenizer.decode(ids[begin:end].tolist()), "tokens": end - begin, "target": bool(target[begin])}

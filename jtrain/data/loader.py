@@ -103,7 +103,6 @@ class DataLoader:
 
     def _put(self, values: np.ndarray) -> jax.Array:
         values = np.asarray(values)
-        values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
         shape = (*self._shape, *values.shape[1:])
         if len(self._mine) == self._size:
             values = values.reshape(shape)

@@ -70,8 +70,8 @@ def plan_chunks(
         with _array_record(path) as reader:
             records = int(reader.num_records())
         step = max(1, records * chunk_bytes // max(1, size))
-        cuts = [(begin, min(records, begin + step)) for begin in range(0, records, step)]
-        return [Chunk(path, kind, a, b, size * (b - a) // records) for a, b in cuts]
+        ranges = [(begin, min(records, begin + step)) for begin in range(0, records, step)]
+        return [Chunk(path, kind, a, b, size * (b - a) // records) for a, b in ranges]
     if path.lower().endswith(".gz") or size <= (whole_text if kind == "text" else chunk_bytes):
         return [Chunk(path, kind, size=size)]
     cuts = [*range(0, size, chunk_bytes), size]
@@ -265,9 +265,7 @@ def _array_record(path: str) -> Iterator[Any]:
             open_file(path).close()
         try:
             reader = ArrayRecordReader(local)
-            if not reader.ok():  # a damaged file opens, and would read as an empty one
-                raise RuntimeError("no valid footer")
             yield reader
-            reader.close()
+            reader.close()  # a damaged file opens, and reads as an empty one: only this tells
         except (ValueError, RuntimeError, IndexError) as error:  # all that the library raises
             raise DataError(f"{path} can't be read as ArrayRecord: {error}", "It may be damaged.") from error

@@ -128,6 +128,13 @@ def test_a_bad_record_names_file_record_and_line_however_the_file_is_cut(tmp_pat
         assert entries() == []
 
 
+def test_records_are_counted_by_file(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c"])
+    (tmp_path / "b.jsonl").write_text('{"text": "d"}\n{\n')
+    with pytest.raises(DataError, match=r"b\.jsonl: record 1 \(line 2\)"):
+        open_store(str(tmp_path), BYTES, OPTIONS)
+
+
 def test_bad_records_are_skipped_up_to_the_limit_and_listed(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{\n{"text": "b"}\n{"body": "secret"}\n')
     store = open_store(str(tmp_path / "a.jsonl"), BYTES, SKIP)

@@ -79,6 +79,13 @@ def test_any_order_of_steps_gives_the_same_batches():
             assert np.asarray(loader[step]["bytes"]).ravel().tolist() == list(range(8 * step, 8 * step + 8)), step
 
 
+def test_what_was_read_ahead_in_vain_is_not_kept():
+    with DataLoader(Counting(), global_batch_size=8, sharding=sharding(*BATCH), prefetch=2) as loader:
+        for step in (0, 1, 50, 51, 7, 8):
+            loader[step]
+        assert sorted(loader._ahead) == [9, 10]
+
+
 def test_every_row_is_read_once_and_ahead_of_its_step():
     rows = Counting()
     with DataLoader(rows, global_batch_size=8, accumulation=2, sharding=sharding(*BATCH), stop=6) as loader:

@@ -51,6 +51,11 @@ def test_a_mixture_gives_each_source_its_share_of_every_stretch(weights):
     assert np.abs(counts - wanted).max() <= len(weights)
 
 
+def test_a_source_of_next_to_no_weight_is_read_in_the_end():
+    source, _ = Mixture((1e-12, 1.0)).locate(np.asarray([0, 2**26 - 1, 2**26]))
+    assert source.tolist() == [1, 0, 1]
+
+
 def test_a_mixture_reads_each_source_in_turn_without_gaps():
     source, place = Mixture((0.5, 0.3, 0.2)).locate(np.arange(5000))
     for number in range(3):

@@ -101,6 +101,12 @@ def test_a_weighted_source_repeats_in_epochs_of_its_own():
     assert len({tuple(epoch) for epoch in small.tolist()}) > 1
 
 
+def test_weighted_sources_of_one_size_have_orders_of_their_own():
+    stream = TrainRows([numbered(12), numbered(12, first=100)], seed=1, weights=(1, 1))
+    source, row = stream.row_ids(np.arange(24))
+    assert row[source == 0].tolist() != row[source == 1].tolist()
+
+
 def test_row_ids_name_the_row_that_is_read():
     stream = TrainRows([numbered(9), numbered(6, first=100)], seed=5, weights=(2, 1))
     source, row = stream.row_ids(np.arange(50))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from jtrain.observe.hlo_bytes import kernel_bytes
 from jtrain.observe.hlo_groups import device_groups, mesh_axes
 from jtrain.observe.hlo_loops import trip_count
-from jtrain.observe.hlo_products import custom_call_target, product_flops
+from jtrain.observe.hlo_products import custom_call_target, is_bookkeeping, product_flops
 from jtrain.observe.hlo_text import Computation, Instruction, Module, parse_module, size_bytes
 
 COLLECTIVES = (
@@ -134,7 +134,7 @@ class _Walk:
         elif opcode == "fusion" or opcode.endswith("-start"):
             for name in instruction.called("calls"):
                 cost.add(self._inner(name, repeated, asynchronous=opcode != "fusion"))
-        elif opcode == "custom-call" and not cost.flops:
+        elif opcode == "custom-call" and not cost.flops and not is_bookkeeping(instruction):
             cost.opaque[custom_call_target(instruction)] += 1
         return cost
 

@@ -7,6 +7,7 @@ weights, not the whole stack.
 
 from __future__ import annotations
 
+from jtrain.observe.hlo_products import is_bookkeeping
 from jtrain.observe.hlo_text import Computation, Instruction, Module, size_bytes
 
 # Names for values, callers whose parts are counted, and ends of what was counted at its start.
@@ -19,7 +20,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 def kernel_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes read and written by one instruction that stands outside a fusion."""
-    if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
+    if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done") or is_bookkeeping(instruction):
         return 0
     if instruction.opcode == "fusion":
         return _fusion_bytes(module, computation, instruction)
@@ -27,7 +28,11 @@ def kernel_bytes(module: Module, computation: Computation, instruction: Instruct
         return 2 * size_bytes(instruction.type)
     if instruction.opcode in ("dynamic-update-slice", "scatter"):
         return 2 * size_bytes(computation.type_of(_update(instruction)))
-    return size_bytes(instruction.type) + sum(size_bytes(computation.type_of(name)) for name in instruction.operands)
+    read = sum(size_bytes(computation.type_of(name)) for name in instruction.operands)
+    if instruction.opcode.endswith("-start"):
+        # Its type is a tuple of operand, result and handles.
+        return max(2 * read, size_bytes(instruction.type))
+    return read + size_bytes(instruction.type)
 
 
 def _fusion_bytes(module: Module, computation: Computation, fusion: Instruction) -> int:

@@ -9,6 +9,11 @@ import numpy as np
 
 from jtrain.observe.hlo_text import Computation, Instruction, dimensions
 
+# Custom calls by which a compiler talks to itself: they compute nothing.
+_BOOKKEEPING = (
+    "AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast", "Sharding", "MoveToHost",
+    "MoveToDevice", "annotate_device_placement",
+)  # fmt: skip
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -19,6 +24,11 @@ def custom_call_target(instruction: Instruction) -> str:
     """What a custom call calls, e.g. `__cublas$gemm`, `tpu_custom_call`."""
     match = _TARGET.search(instruction.attributes)
     return match[1] if match else ""
+
+
+def is_bookkeeping(instruction: Instruction) -> bool:
+    """Whether it is a custom call that neither computes nor moves anything."""
+    return instruction.opcode == "custom-call" and custom_call_target(instruction) in _BOOKKEEPING
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:

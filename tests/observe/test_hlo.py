@@ -190,6 +190,20 @@ def test_asynchronous_collectives_count_once_and_are_marked():
     assert (collective.bytes, collective.wire_bytes) == (32 * 4 * 4, 24 * 4 * 4)
 
 
+def test_an_asynchronous_copy_reads_once_writes_once_and_computes_nothing():
+    text = HEADER + (
+        "ENTRY %main (p: f32[8,4]) -> f32[8,4] {\n"
+        "  %p = f32[8,4]{1,0} parameter(0)\n"
+        '  %b = f32[8,4]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
+        "  %s = (f32[8,4]{1,0:S(1)}, f32[8,4]{1,0}, u32[]{:S(2)}) copy-start(%p)\n"
+        "  ROOT %d = f32[8,4]{1,0:S(1)} copy-done(%s)\n"
+        "}\n"
+    )
+    cost = analyze(text)
+    # 8·4 float32 read and written, and a handle of 4 bytes.
+    assert cost.bytes_accessed == 2 * 128 + 4 and not cost.opaque
+
+
 def test_a_collective_that_starts_in_one_fusion_and_ends_in_another_counts_once():
     text = HEADER + (
         "%start (a: bf16[8,4]) -> bf16[32,4] {\n"

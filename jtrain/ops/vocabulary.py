@@ -21,8 +21,8 @@ def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
     """
     missing = -table.shape[axis] % mesh_axis_size("vocab")
     if missing:
-        # Such a table is stored divided along D. In two moves: whole in V first, then cut there; in one, the partitioner
-        # would gather everything everywhere.
+        # Such a table is stored divided along D. In two moves: whole in V first, then cut there; in one, the
+        # partitioner would gather everything everywhere.
         table = constrain(table, *(None if i == axis else "embed" for i in range(table.ndim)))
         table = jnp.pad(table, [(0, missing if i == axis else 0) for i in range(table.ndim)])
         table = constrain(table, *("vocab" if i == axis else "embed" for i in range(table.ndim)))

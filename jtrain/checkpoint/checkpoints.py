@@ -32,6 +32,9 @@ _ORBAX_TIMEOUT_SECONDS = 600
 class Checkpoints:
     """The checkpoints below RUN/checkpoints. Every process of the run makes one and calls it alike.
 
+    `close()` it (or use `with`) before the program ends: an interpreter that shuts down starts no more threads, and a
+    save that is still on its way would be lost.
+
     Args:
       run_dir: folder or URL; with several processes one that all of them see.
       save_total_limit: checkpoints kept; None: all. The newest and the best always stay.

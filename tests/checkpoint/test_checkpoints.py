@@ -96,12 +96,12 @@ def test_a_step_that_was_saved_or_restored_is_not_saved_again(run, mesh):
 
 
 def test_meta_is_copied_when_save_is_called(tmp_path, mesh):
-    meta = {"callbacks": [{"patience": 1}]}
+    meta = {"filler": list(range(300_000)), "callbacks": [{"patience": 1}]}  # takes a while to write
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, make_state(1, mesh), meta)
         meta["callbacks"][0]["patience"] = 2
         checkpoints.wait()
-        assert checkpoints.read_meta(1) == {"callbacks": [{"patience": 1}]}
+        assert checkpoints.read_meta(1)["callbacks"] == [{"patience": 1}]
 
 
 def test_a_synchronous_save_is_durable_when_it_returns(tmp_path, mesh):
@@ -272,6 +272,24 @@ def test_half_precision_integers_and_scalars_keep_their_dtype(tmp_path):
         checkpoints.save(1, state, {})
         restored, _, _ = checkpoints.restore(abstract(state))
     assert same_bits(state, restored)
+
+
+def test_a_save_takes_the_space_that_was_asked_for_before_it(tmp_path, log):
+    with Checkpoints(tmp_path, on_event=log) as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros((512, 512), jnp.float32)}, {})  # 1 MiB that would compress to nothing
+    assert 1 << 20 <= log.of("durable")[0]["bytes"] < 1.1 * (1 << 20)
+
+
+@pytest.mark.faults
+def test_the_memory_of_the_process_is_flat_over_fifty_saves(tmp_path):
+    psutil = pytest.importorskip("psutil")
+    sizes = []
+    with Checkpoints(tmp_path, save_total_limit=2) as checkpoints:
+        for step in range(1, 61):
+            checkpoints.save(step, {"x": jnp.full((1024, 1024), step, jnp.float32)}, {})  # 4 MiB
+            checkpoints.wait()
+            sizes.append(psutil.Process().memory_info().rss >> 20)
+    assert sizes[-1] - sizes[9] < 50  # a state kept at every save would be 200 MiB
 
 
 def test_a_hundred_random_bit_flips_over_all_files_are_all_caught(run):

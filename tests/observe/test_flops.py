@@ -1,8 +1,15 @@
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from jtrain.models.config import DecoderConfig
+from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import decoder_flops, matmul_parameters, mfu
+from jtrain.observe.hlo import analyze
+from jtrain.ops.cross_entropy import cross_entropy
 
 LLAMA3_8B = SimpleNamespace(
     hidden_size=4096,
@@ -49,3 +56,28 @@ def test_the_conventions_differ_by_half_the_attention():
 def test_mfu_is_a_ratio_and_unknown_when_a_figure_is():
     assert mfu(6e9, 50_000, 1e15) == pytest.approx(0.3)
     assert mfu(6e9, 50_000, None) is mfu(None, 50_000, 1e15) is mfu(6e9, None, 1e15) is None
+
+
+def test_a_real_decoder_does_what_the_legacy_convention_counts():
+    # Without recomputation, and with an attention that computes the masked half of the scores as well.
+    shape = DecoderConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        remat="none",
+    )
+    with nnx.use_eager_sharding(False):
+        graph, parameters = nnx.split(Decoder(shape, nnx.Rngs(0)))
+
+    def loss(parameters, ids):
+        model = nnx.merge(graph, parameters)
+        positions = jnp.broadcast_to(jnp.arange(64), ids.shape)
+        hidden = model.hidden(ids, position_ids=positions, segment_ids=jnp.ones_like(ids), deterministic=True)
+        return cross_entropy(hidden, model.head(), ids, chunk_size=16)[0]
+
+    text = jax.jit(jax.grad(loss)).lower(parameters, jnp.zeros((2, 64), jnp.int32)).compile().as_text()
+    assert analyze(text).flops == 2 * 64 * decoder_flops(shape, 64).legacy

@@ -80,8 +80,6 @@ class Checkpoints:
         found = peers.exchange("checkpoint_steps", layout.finished_steps(self.root) if peers.index() == 0 else None)[0]
         self._durable_step: int | None = found[-1] if found else None
 
-    # Questions
-
     @property
     def durable_step(self) -> int | None:
         """The newest step that survives a crash, or None."""

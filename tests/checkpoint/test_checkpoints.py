@@ -309,3 +309,22 @@ def test_a_hundred_random_bit_flips_over_all_files_are_all_caught(run):
         assert caught.value.file == os.path.relpath(path, folder)
         flip(path, bit)
     checkpoints.verify(3)
+
+
+def test_a_program_that_goes_back_to_a_step_of_its_own_saves_the_later_ones_anew(tmp_path, mesh):
+    with Checkpoints(tmp_path, save_total_limit=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, make_state(step, mesh), {"line": 1})
+        checkpoints.restore(abstract(make_state(0, mesh)), step=1)
+        assert checkpoints.save(2, make_state(20, mesh), {"line": 2})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2] and checkpoints.read_meta(2) == {"line": 2}
+
+
+def test_of_saves_that_were_cut_off_again_and_again_only_the_newest_is_kept(run):
+    root = run / "checkpoints"
+    for step in (3, 2):
+        (root / str(step) / "manifest.json").unlink()
+        Checkpoints(run)
+    assert os.listdir(root / "_quarantine") == ["unfinished"]
+    assert json.loads((root / "_quarantine" / "unfinished" / "meta" / "metadata").read_text()) == {"tokens": 2}

@@ -72,6 +72,7 @@ def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Confi
     config = apply_strategy(config)
     mesh = make_mesh(config.mesh, devices=devices)
     size = resolve_batch(config, data_ranks(mesh))
+    config = config.model_copy(update={"global_batch_size": size.global_})  # what a resume is compared with
     return config, mesh, BatchShape(size.global_, size.per_device * data_ranks(mesh), size.accumulation)
 
 

@@ -17,7 +17,7 @@ from jtrain.checkpoint.lock import RunLock
 from jtrain.checkpoint.manifest import DamagedCheckpoint
 from jtrain.checkpoint.run_dir import open_run_dir
 from jtrain.config.differences import differences
-from jtrain.config.export import to_yaml
+from jtrain.config.export import to_dict, to_yaml
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
 from jtrain.observe.console import Console
@@ -126,7 +126,7 @@ class Session:
         return state, meta
 
     def _check_resume(self, meta: dict[str, Any]) -> None:
-        harmless, refused = differences(Config.model_validate(meta["config"]), self.config)
+        harmless, refused = differences(meta["config"], self.config)
         platform = random_platform()
         for name, value in meta["random"].items():
             if platform.get(name) != value:
@@ -209,7 +209,7 @@ class Counters:
         return {
             "counters": dataclasses.asdict(self),
             "callbacks": callbacks,
-            "config": config.model_dump(mode="json"),
+            "config": to_dict(config),
             "random": random_platform(),
             "versions": {"jtrain": jtrain.__version__, "jax": jax.__version__},
         }

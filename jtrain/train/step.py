@@ -105,7 +105,7 @@ def make_train_step(
         metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": _tokens(batch)}
         if step_hook is not None:
             grads, metrics = step_hook(grads, state, metrics)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         if max_grad_norm:  # torch.nn.utils.clip_grad_norm_'s coefficient
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_grad_norm / (norm + 1e-6)).astype(g.dtype), grads)

@@ -40,21 +40,18 @@ def test_loss_and_update_are_those_of_the_mean_over_all_live_rows(accumulation):
 
 
 def test_micro_batches_with_1_7_64_and_128_live_tokens_equal_one_batch_of_200():
-    counts = (1, 7, 64, 128)
-    rows = tiny_rows(rows=16)
+    counts, rows_each = (1, 7, 64, 128), 5
+    rows = tiny_rows(rows=4 * rows_each)
     rows["segment_ids"][:] = 1
-    rows["position_ids"] = np.tile(np.arange(LENGTH, dtype=np.int32), (16, 1))
-    labels = np.full((4, 4 * LENGTH), -100, np.int32)
+    rows["position_ids"] = np.tile(np.arange(LENGTH, dtype=np.int32), (4 * rows_each, 1))
+    labels = np.full((4, rows_each, LENGTH), -100, np.int32)
     for micro, count in enumerate(counts):
-        # Places 1, 2, ... of each row: the first token of a row can't be a target.
-        places = np.asarray([r * LENGTH + t for r in range(4) for t in range(1, LENGTH)])
-        if count > len(places):
-            pytest.fail("a micro-batch holds too few targets")
-        labels[micro, places[:count]] = 5
-    rows["labels"] = labels.reshape(16, LENGTH)
+        places = np.arange(count)
+        labels[micro, places // (LENGTH - 1), 1 + places % (LENGTH - 1)] = 5  # a row's first token is no target
+    rows["labels"] = labels.reshape(4 * rows_each, LENGTH)
     results = []
     for accumulation in (4, 1):
-        program = tiny_program(gradient_accumulation_steps=accumulation)
+        program = tiny_program(global_batch_size=4 * rows_each, gradient_accumulation_steps=accumulation)
         _, metrics = program.train_step(program.init(), put(program, rows))
         assert float(metrics["sums"]["mean_token_accuracy"][1]) == sum(counts)
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -67,7 +64,7 @@ def test_clipping_scales_the_update_to_the_limit_and_reports_the_norm_before():
     state, metrics = program.train_step(program.init(), linear_batch())
     assert float(metrics["grad_norm"]) > 1.0
     moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
-    assert float(optax.global_norm(moved)) == pytest.approx(0.25, rel=1e-4)
+    assert float(optax.tree.norm(moved)) == pytest.approx(0.25, rel=1e-4)
 
 
 def poisoned():
@@ -132,7 +129,7 @@ def test_before_the_first_update_the_average_is_the_model():
 
 def test_fp16_skips_on_overflow_until_the_scale_fits_and_then_trains():
     program = linear_program(precision="16-mixed", tx=optax.sgd(0.01))
-    batch = linear_batch(x=np.full((ROWS, WIDTH), 100.0, np.float32))  # gradients of about 1e4 overflow at scale 2^15
+    batch = linear_batch(x=np.full((ROWS, WIDTH), 10.0, np.float32))  # gradients of some 1e3 overflow at scale 2^15
     state = program.init()
     scales = []
     for _ in range(14):

@@ -19,10 +19,24 @@ _DETERMINISTIC: dict[str, dict[str, Any]] = {
 }
 
 
-def compiler_options(platform: str, *, deterministic: bool = False) -> dict[str, Any]:
-    """Options for `jax.jit(compiler_options=...)` on `platform` (`cpu`, `gpu`, `cuda`, `tpu`)."""
+_RUN_ONCE: dict[str, dict[str, Any]] = {
+    # LLVM's full optimisation of the random-number kernels costs seconds; the bits are the same.
+    "cpu": {"xla_backend_optimization_level": 1},
+}
+
+
+def compiler_options(platform: str, *, deterministic: bool = False, run_once: bool = False) -> dict[str, Any]:
+    """Options for `jax.jit(compiler_options=...)`.
+
+    Args:
+      platform: of the devices: `cpu`, `gpu`, `cuda`, `tpu`.
+      deterministic: the same bits on every run (GPU).
+      run_once: for a program that runs once, where compiling is most of the time.
+    """
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     options = dict(_OPTIONS.get(platform, {}))
+    if run_once:
+        options |= _RUN_ONCE.get(platform, {})
     if deterministic:
         options |= _DETERMINISTIC.get(platform, {})
     return options

@@ -60,6 +60,10 @@ class Session:
         run = open_run_dir(config.run_dir)
         self._lock = RunLock(run.path, run.run_id)
         self._lock.acquire()
+        if is_main():  # the events first: opening the checkpoints may have something to tell
+            self._events = Events(run.path)
+            self._metrics = MetricsLog(run.path)
+            self._trackers = Trackers(config.logging.trackers, run.path)
         section = config.checkpoint
         self.checkpoints = Checkpoints(
             run.path,
@@ -75,10 +79,6 @@ class Session:
                 f"checkpoint.resume is never, but run_dir={config.run_dir!r} holds checkpoints",
                 "give another run_dir, or write checkpoint.resume: auto",
             )
-        if is_main():
-            self._metrics = MetricsLog(run.path)
-            self._events = Events(run.path)
-            self._trackers = Trackers(config.logging.trackers, run.path)
 
     def due(self, step: int) -> bool:
         """Whether anything that needs the state waits for update `step`."""

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jtrain.parallel.sharding import Rules, extend_spec, parameter_spec, shard_like_parameters
+from jtrain.parallel.xla import compiler_options
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import LossScale, Precision
 
@@ -165,7 +166,8 @@ def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: S
             ema=None if plan.abstract.ema is None else _float32(params),
         )
 
-    return jax.jit(create, out_shardings=plan.shardings)()
+    options = compiler_options(plan.mesh.devices.flat[0].platform, run_once=True)
+    return jax.jit(create, out_shardings=plan.shardings, compiler_options=options)()
 
 
 def _with(shapes: Any, places: Any) -> Any:

@@ -340,7 +340,7 @@ class Trainer:
         session.emit("start", {"mesh": dict(self.mesh.shape), "max_steps": self.timetable.max_steps})
 
     def _init_from(self, source: str) -> None:
-        from jtrain.checkpoint.checkpoints import load_parameters
+        from jtrain.checkpoint.parameters import load_parameters
 
         params = load_parameters(source, self.plan.abstract.params)
         fresh = self.state

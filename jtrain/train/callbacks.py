@@ -6,10 +6,19 @@ After every step: log, evaluate, save, always in this order. What Hugging Face's
 
 from __future__ import annotations
 
+import collections
+import json
+import logging
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from jtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from jtrain.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 class Callback:
@@ -61,17 +70,40 @@ class CallbackList:
             getattr(callback, method)(*arguments)
 
     def state_dict(self) -> dict[str, Any]:
-        """State by class name and place, so that a second callback of a class keeps its own."""
-        return {f"{i}:{type(c).__name__}": s for i, c in enumerate(self.callbacks) if (s := c.state_dict())}
+        """Every callback's state.
+
+        Raises:
+          ConfigError: one that is not JSON.
+        """
+        states = {key: state for key, callback in self._named() if (state := callback.state_dict())}
+        for key, state in states.items():
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"state_dict() of the callback {key} can't be saved: {error}", "return what JSON can hold"
+                ) from error
+        return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for i, callback in enumerate(self.callbacks):
-            if (key := f"{i}:{type(callback).__name__}") in state:
+        for key, callback in self._named():
+            if key in state:
                 callback.load_state_dict(state[key])
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        """Callbacks by class name and number within the class: another class more or less changes no name."""
+        seen: collections.Counter[str] = collections.Counter()
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            yield f"{name}:{seen[name]}", callback
+            seen[name] += 1
 
 
 class EarlyStopping(Callback):
-    """Ends the run after `patience` evaluations in a row without a better metric."""
+    """Ends the run after `patience` evaluations in a row without a better metric.
+
+    A run that ended so stays ended when it is started again, unless the patience has grown.
+    """
 
     def __init__(self, metric: str, mode: str, patience: int, threshold: float = 0.0):
         self.metric, self.sign = metric, 1.0 if mode == "min" else -1.0
@@ -79,16 +111,24 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._stop_if_due(trainer)
+
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)
         if value is None:
+            log.warning("early stopping looks at %s, and there is only %s", self.metric, ", ".join(sorted(metrics)))
             return
-        if self.best is None or self.sign * (self.best - value) > self.threshold:
+        better = self.best is None or self.sign * (self.best - value) > self.threshold
+        if better and not math.isnan(value):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-            if self.waited >= self.patience:
-                trainer.request_stop(f"{self.metric} has not improved for {self.waited} evaluations")
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if self.waited >= self.patience:
+            trainer.request_stop(f"{self.metric} has not improved for {self.waited} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}

@@ -29,15 +29,13 @@ class CompiledStep:
         self._once = once
 
     def __call__(self, *arguments: Any) -> Any:
-        signature = _signature(arguments[-1])
-        program = self._programs.get(signature)
-        if program is None:
-            program = self.compile(*arguments)
-        return program(*arguments)
+        return self.compile(*arguments)(*arguments)
 
     def compile(self, *arguments: Any) -> Any:
-        """Compiles for arguments or `ShapeDtypeStruct`s with shardings, without running."""
+        """The program for arguments or `ShapeDtypeStruct`s with shardings; compiled if it is not there yet."""
         signature = _signature(arguments[-1])
+        if signature in self._programs:
+            return self._programs[signature]
         if self._programs and self._once:
             before = next(reversed(self._programs))
             log.warning("%s is compiled again: %s", self.name, _difference(before, signature))

@@ -7,11 +7,40 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jtrain.data.loader import DataLoader
+from jtrain.data.rows import Batch, Rows
 from jtrain.train.loss import Loss
 
 Sums = dict[str, tuple[float, float]]
+
+
+class FilledRows:
+    """Rows for batches that a mesh can divide: every `count` rows are followed by rows past the end.
+
+    A batch thus holds the same rows on every mesh, also where `count` is no multiple of its data-parallel ranks.
+
+    Args:
+      rows: in order; those past their end count for nothing.
+      count: rows of a batch that are read.
+      ranks: what a batch has to be divisible by.
+
+    Attributes:
+      size: rows of a batch, with the filling.
+    """
+
+    def __init__(self, rows: Rows, count: int, ranks: int):
+        self._rows, self._count = rows, count
+        self.size = -(-count // ranks) * ranks
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._count) * self.size
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        batch, place = np.divmod(np.asarray(indices), self.size)
+        filling = place >= self._count
+        return self._rows.rows(np.where(filling, len(self._rows), batch * self._count + place))
 
 
 class Evaluator:

@@ -48,7 +48,7 @@ class FiniteCheck:
             return
         log.warning("a batch after step %d was skipped: %s", step, figures)
         self._emit("skipped_step", {"step": step, "loss": values["loss"], "grad_norm": values["grad_norm"]})
-        if self._in_a_row > self._faults.max_consecutive_skips:
+        if self._in_a_row >= self._faults.max_consecutive_skips:
             raise NumbersError(
                 f"{self._in_a_row} batches in a row after step {step} were not finite: {figures}",
                 "lower optimizer.learning_rate, look at the data there, or raise faults.max_consecutive_skips",

@@ -14,6 +14,8 @@ from jtrain.observe.memory import peak_memory_gib
 if TYPE_CHECKING:
     from jtrain.train.trainer import Trainer
 
+_OF_THE_STEP = ("loss", "learning_rate", "grad_norm", "finite", "tokens", "sums")
+
 
 class Meter:
     """Measures from one log point to the next; time spent in evaluation and saving does not count."""
@@ -44,7 +46,8 @@ class Meter:
         self._steps += 1
         self._tokens += int(host["tokens"])
         sums = {name: float(total) / float(count) if count else None for name, (total, count) in host["sums"].items()}
-        return sums | {
+        added = {name: float(value) for name, value in host.items() if name not in _OF_THE_STEP}  # by a step_hook
+        return sums | added | {
             "loss": float(host["loss"]),
             "learning_rate": float(host["learning_rate"]) if "learning_rate" in host else None,
             "grad_norm": float(host["grad_norm"]),

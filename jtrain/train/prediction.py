@@ -12,10 +12,11 @@ from jax.experimental import multihost_utils
 from jtrain.data.loader import DataLoader
 from jtrain.ops.logical import logical_rules
 from jtrain.train.program import Program
-from jtrain.train.state import TrainState
 
 
-def predict(program: Program, state: TrainState, predict_fn: Callable[[Any, dict[str, jax.Array]], Any], rows: Any) -> Any:
+def predict(
+    program: Program, params: Any, variables: Any, predict_fn: Callable[[Any, dict[str, jax.Array]], Any], rows: Any
+) -> Any:
     """`predict_fn(model, batch)` over all rows.
 
     Returns:
@@ -33,6 +34,6 @@ def predict(program: Program, state: TrainState, predict_fn: Callable[[Any, dict
     outputs = []
     with DataLoader(rows, global_batch_size=size, sharding=program.batch_sharding, prefetch=1) as loader:
         for index in range(-(-len(rows) // size)):
-            output = run(state.params, state.variables, loader[index])
+            output = run(params, variables, loader[index])
             outputs.append(multihost_utils.process_allgather(output, tiled=True))
     return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows)], *outputs)

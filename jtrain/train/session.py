@@ -16,7 +16,7 @@ from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.lock import RunLock
 from jtrain.checkpoint.manifest import DamagedCheckpoint
 from jtrain.checkpoint.run_dir import open_run_dir
-from jtrain.config.differences import differences
+from jtrain.config.differences import Difference, differences
 from jtrain.config.export import to_dict, to_yaml
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
@@ -104,8 +104,12 @@ class Session:
         if not self.dry and is_main():
             (epath.Path(self.config.run_dir) / "config.yaml").write_text(to_yaml(self.config))
 
-    def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]] | None:
+    def restore(self, abstract: Any, fingerprint: str | None = None) -> tuple[Any, dict[str, Any]] | None:
         """The state and JSON that `checkpoint.resume` asks for; None for a fresh start.
+
+        Args:
+          abstract: the state's shapes and places.
+          fingerprint: of the training rows; None: not known.
 
         Raises:
           ConfigError: the checkpoint is another run's (its config differs where it must not).
@@ -117,7 +121,7 @@ class Session:
         step = None if wanted == "auto" else int(wanted)
         for candidate in reversed(self.checkpoints.steps()) if step is None else [step]:
             with contextlib.suppress(DamagedCheckpoint):  # restore deals with it
-                self._check_resume(self.checkpoints.read_meta(candidate))
+                self._check_resume(self.checkpoints.read_meta(candidate), fingerprint)
                 break
         state, meta, step = self.checkpoints.restore(abstract, step)
         self.saved(step)
@@ -125,8 +129,11 @@ class Session:
         self.console.message(f"resumed from step {step} of {self.config.run_dir}")
         return state, meta
 
-    def _check_resume(self, meta: dict[str, Any]) -> None:
+    def _check_resume(self, meta: dict[str, Any], fingerprint: str | None) -> None:
         harmless, refused = differences(meta["config"], self.config)
+        before = meta.get("data")
+        if not refused and before is not None and fingerprint is not None and before != fingerprint:
+            refused = [Difference("fingerprint of the training data", before, fingerprint)]
         platform = random_platform()
         for name, value in meta["random"].items():
             if platform.get(name) != value:
@@ -155,6 +162,11 @@ class Session:
         if self._trackers is not None:
             self._trackers.log(step, split, values)
         (self.console.train if split == "train" else self.console.evaluate)(step, values)
+
+    def wait(self) -> None:
+        """Waits until the last save is durable."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
 
     def close(self) -> None:
         """Ends everything; a save that is under way is finished first."""
@@ -204,12 +216,13 @@ class Counters:
         """Batches used so far: the number of the next one."""
         return self.step + self.skipped
 
-    def meta(self, config: Config, callbacks: dict[str, Any]) -> dict[str, Any]:
+    def meta(self, config: Config, callbacks: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
         """The JSON beside the arrays of a checkpoint."""
         return {
             "counters": dataclasses.asdict(self),
             "callbacks": callbacks,
             "config": to_dict(config),
             "random": random_platform(),
+            "data": fingerprint,
             "versions": {"jtrain": jtrain.__version__, "jax": jax.__version__},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
 from jtrain.config.rules import resolve_steps
@@ -28,7 +29,7 @@ class Timetable:
     save_every: int
     save_seconds: float | None
     tokens_per_step: int
-    steps_per_epoch: float | None
+    steps_per_epoch: Fraction | None
 
     @classmethod
     def of(cls, config: Config, rows_per_step: int, rows: Any) -> Timetable:
@@ -43,7 +44,7 @@ class Timetable:
           ConfigError: a length in epochs without data, or one that is no length.
         """
         tokens = rows_per_step * config.max_length
-        epoch = None if rows is None else len(rows) / rows_per_step
+        epoch = None if rows is None else Fraction(len(rows), rows_per_step)  # exact: 10 epochs of 1.1 steps are 11
 
         def steps(value: Any, total: int | None) -> int:
             return resolve_steps(value, total, tokens_per_step=tokens, steps_per_epoch=epoch)
@@ -53,7 +54,7 @@ class Timetable:
         elif config.max_steps is not None:
             total = steps(config.max_steps, None)
         else:
-            total = math.ceil((config.num_train_epochs or 1) * epoch) if epoch else 1
+            total = math.ceil(Fraction(str(config.num_train_epochs or 1)) * epoch) if epoch else 1
         seconds = None if config.checkpoint.save_minutes is None else 60 * config.checkpoint.save_minutes
         return cls(
             max_steps=total,

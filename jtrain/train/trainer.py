@@ -20,14 +20,15 @@ from jtrain.config.load import load_config
 from jtrain.config.schema import Config
 from jtrain.data.arrays import as_rows
 from jtrain.data.loader import DataLoader
+from jtrain.data.rows import Rows
 from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.flops import TokenFlops
 from jtrain.parallel import processes
-from jtrain.parallel.mesh import describe
+from jtrain.parallel.mesh import data_ranks, describe
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.train.callbacks import Callback, CallbackList, EarlyStopping
 from jtrain.train.compiled import CompiledStep
-from jtrain.train.evaluation import Evaluator
+from jtrain.train.evaluation import Evaluator, FilledRows
 from jtrain.train.faults import FiniteCheck
 from jtrain.train.loss import LossFn
 from jtrain.train.meter import Meter
@@ -92,8 +93,10 @@ class Trainer:
         config = load_config(config, sections)
         devices = processes.start(config)
         config, mesh, batch = mesh_and_batch(config, devices)
-        self.train_rows = None if train_data is None else as_rows(train_data, seed=config.seed, shuffle=config.data.shuffle)
+        shuffle = config.data.shuffle
+        self.train_rows = None if train_data is None else as_rows(train_data, seed=config.seed, shuffle=shuffle)
         self.eval_rows = None if eval_data is None else as_rows(eval_data, seed=None)
+        self._fingerprint = getattr(self.train_rows, "fingerprint", None)  # to notice other data at resume
         self.timetable = Timetable.of(config, batch.total, self.train_rows)
         self.program = build_program(
             config,
@@ -123,8 +126,9 @@ class Trainer:
         self._state: TrainState | None = None
         self._session: Session | None = None
         self._requests: set[str] = set()
+        self._trained = False
         self._latest: dict[str, Any] = {}
-        self._logged = self._evaluated = -1
+        self._logged = self._evaluated = 0
         self.history = History()
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -138,6 +142,7 @@ class Trainer:
         if self.train_rows is None:
             raise ConfigError("train_data is missing", "pass train_data, or name files in data.train")
         total = self.timetable.max_steps
+        self.history = History()
         with self._open_session() as session, Preemption() as preemption:
             self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
@@ -146,8 +151,10 @@ class Trainer:
                 return self.history
             try:
                 self.callbacks("on_fit_start", self)
-                self._loop(session, preemption, total)
+                if "stop" not in self._requests:
+                    self._loop(session, preemption, total)
                 self.callbacks("on_fit_end", self)
+                session.wait()  # `end` is not said before the last save is durable
             except Preempted:
                 raise
             except BaseException as error:
@@ -159,6 +166,8 @@ class Trainer:
 
     def _loop(self, session: Session, preemption: Preemption, total: int) -> None:
         counters = self.counters
+        self._trained = True
+        self._logged = self._evaluated = counters.step
         with self._loader() as loader:
             self.train_step.compile(self.state, loader[counters.batches])
             self.say(f"train_step compiled in {self.train_step.seconds:.1f} s")
@@ -185,7 +194,7 @@ class Trainer:
 
     def _retire(self, metrics: dict[str, Any], meter: Meter) -> None:
         """Reads the figures of an update and takes note of them."""
-        values = self._latest = meter.read(metrics)
+        values = meter.read(metrics)
         counters = self.counters
         counters.tokens += values.pop("batch_tokens")
         counters.examples += self.program.batch.total
@@ -194,6 +203,7 @@ class Trainer:
             counters.skipped += 1
             return
         counters.step += 1
+        self._latest = values
         self.callbacks("on_step_end", self, counters.step, values)
         if self.timetable.logs(counters.step) or "log" in self._requests:
             self._requests.discard("log")
@@ -204,19 +214,22 @@ class Trainer:
     def _boundary(self, session: Session, meter: Meter, preempted: bool) -> None:
         """The device is idle: evaluate, then save, then leave if asked to."""
         step, requests = self.counters.step, self._requests
-        last = step >= self.timetable.max_steps or "stop" in requests
-        if (last or preempted) and self._logged != step:
+        last = self._ends()
+        if last or preempted:
             self._log_step(meter)
         evaluated: dict[str, float] = {}
         wanted = last or "evaluate" in requests or self.timetable.evaluates(step)
+        requests.discard("evaluate")
         if wanted and not preempted and self.eval_rows is not None and self._evaluated != step:
             self._evaluated = step
             evaluated = self.evaluate()
             self.callbacks("on_evaluate", self, evaluated)
-            last = last or "stop" in requests
+            if self._ends() and not last:
+                last = True
+                self._log_step(meter)
         if preempted or last or "save" in requests or session.saves(step):
+            requests.discard("save")
             self._save(session, evaluated)
-        requests -= {"evaluate", "save"}
         if preempted:
             self.callbacks("on_preemption", self, step)
             saved = session.checkpoints is not None
@@ -224,6 +237,12 @@ class Trainer:
                 session.checkpoints.wait()
             session.emit("preempted", {"step": step, "saved": saved})
             raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
+        if "stop" in requests and not last:  # asked for by a callback of the save: what a last step owes is made good
+            self._boundary(session, meter, preempted)
+
+    def _ends(self) -> bool:
+        """Whether the step just made is the run's last, as far as is known."""
+        return self.counters.step >= self.timetable.max_steps or "stop" in self._requests
 
     # ------------------------------------------------------------------------------------------------ its verbs
 
@@ -237,24 +256,27 @@ class Trainer:
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Evaluates on `eval_data`, or on `data`, exactly: every row once, whatever the batch size.
 
+        Figures of `eval_data` are logged; those of other data are only returned.
+
         Returns:
           `eval_loss` (sum / count over all rows), `eval_<name>` for the loss's metrics, and the computed ones.
         """
-        rows = self.eval_rows if data is None else as_rows(data, seed=None)
+        rows = self.eval_rows if data is None else self.rows_of(data)
         if rows is None:
             raise ConfigError("there is no evaluation data", "pass eval_data, or set data.eval")
         evaluator = self._evaluator(rows)
-        state = self.state
-        averaged = self.config.eval.use_ema and state.ema is not None
         try:
-            metrics = evaluator(state.ema if averaged else state.params, state.variables)
+            metrics = evaluator(self._evaluated_params(), self.state.variables)
         finally:
             evaluator.close()
-        self._log("eval", metrics)
+        if data is None:
+            self._log("eval", metrics)
         return metrics
 
     def predict(self, data: Any) -> Any:
         """`predict_fn(model, batch)` over the rows of `data`, in order, as a tree of numpy arrays.
+
+        The parameters are those of an evaluation: the moving average, where there is one and `eval.use_ema` says so.
 
         Raises:
           ConfigError: the Trainer has no `predict_fn`.
@@ -263,7 +285,12 @@ class Trainer:
 
         if self._predict_fn is None:
             raise ConfigError("predict needs predict_fn", "pass predict_fn(model, batch) -> arrays [b, ...]")
-        return predict(self.program, self.state, self._predict_fn, as_rows(data, seed=None))
+        rows, variables = self.rows_of(data), self.state.variables
+        return predict(self.program, self._evaluated_params(), variables, self._predict_fn, rows)
+
+    def rows_of(self, data: Any) -> Rows:
+        """Data for evaluation or prediction as rows, in order. A task that reads other forms of data overrides it."""
+        return as_rows(data, seed=None)
 
     @property
     def flops_per_token(self) -> TokenFlops | None:
@@ -274,7 +301,7 @@ class Trainer:
     def epoch(self) -> float | None:
         """Passes over the training rows so far."""
         size = self.timetable.steps_per_epoch
-        return None if not size else self.counters.batches / size
+        return None if not size else float(self.counters.batches / size)
 
     def summary(self) -> list[str]:
         """What the run is, in a few words each: printed when it starts."""
@@ -326,13 +353,15 @@ class Trainer:
 
     def _restore_or_init(self, session: Session) -> None:
         kept, self._state = self._state, None  # one state in memory, not two
-        restored = session.restore(self.plan.abstract)
+        restored = session.restore(self.plan.abstract, self._fingerprint)
         if restored is not None:
             self._state, meta = restored
             self.counters = Counters(**meta["counters"])
             self.callbacks.load_state_dict(meta["callbacks"])
             session.write_config()
             return
+        if self._trained:  # a fit that broke off before its first save: anew, also in the same Trainer
+            kept, self.counters = None, Counters()
         self._state = kept
         session.write_config()
         if self.config.checkpoint.init_from:
@@ -347,6 +376,11 @@ class Trainer:
         ema = None if fresh.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, fresh.ema)
         self._state = dataclasses.replace(fresh, params=params, ema=ema)
 
+    def _evaluated_params(self) -> Any:
+        """The parameters that are evaluated: the moving average, if there is one and it is wanted."""
+        state = self.state
+        return state.ema if self.config.eval.use_ema and state.ema is not None else state.params
+
     def _loader(self) -> DataLoader:
         batch = self.program.batch
         return DataLoader(
@@ -359,7 +393,8 @@ class Trainer:
 
     def _evaluator(self, rows: Any) -> Evaluator:
         size = self.config.eval.batch_size or self.program.batch.rows
-        loader = DataLoader(rows, global_batch_size=size, sharding=self.program.batch_sharding, prefetch=1)
+        filled = FilledRows(rows, size, data_ranks(self.mesh))
+        loader = DataLoader(filled, global_batch_size=filled.size, sharding=self.program.batch_sharding, prefetch=1)
         batches = -(-len(rows) // size)
         limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
         return Evaluator(self._eval_step, loader, min(batches, limit or batches), self._compute_metrics)
@@ -367,14 +402,15 @@ class Trainer:
     def _save(self, session: Session, metrics: dict[str, float]) -> None:
         if session.checkpoints is None or session.last_save_step == self.counters.step:
             return
-        meta = self.counters.meta(self.config, self.callbacks.state_dict())
+        meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
         session.checkpoints.save(self.counters.step, self.state, meta, metrics or None)
         session.saved(self.counters.step)
         self.callbacks("on_save", self, self.counters.step)
 
     def _log_step(self, meter: Meter) -> None:
-        self._logged = self.counters.step
-        self._log("train", meter.record(self._latest))
+        if self._logged != self.counters.step:  # a step has one line
+            self._logged = self.counters.step
+            self._log("train", meter.record(self._latest))
 
     def _log(self, split: str, record: dict[str, Any]) -> None:
         getattr(self.history, split).append({"step": self.counters.step} | record)

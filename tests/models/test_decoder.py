@@ -9,7 +9,7 @@ from jtrain.models.decoder import Decoder
 from jtrain.ops.cross_entropy import cross_entropy
 from jtrain.ops.logical import logical_rules
 
-from .build import RULES, born, make, mesh, small
+from .build import RULES, born, jit, make, mesh, small
 from .oracle import decoder_logits
 
 IDS = np.random.default_rng(0).integers(0, 37, (2, 12)).astype(np.int32)
@@ -31,7 +31,7 @@ def logits_of(graph, params):
 def test_logits_equal_those_of_a_float64_numpy_decoder(changes):
     config = small(**changes)
     graph, params = make(config)
-    logits = np.asarray(jax.jit(logits_of, static_argnums=0)(graph, params))
+    logits = np.asarray(jit(logits_of, static_argnums=0)(graph, params))
     for row in range(2):
         expected = decoder_logits(config, params, IDS[row], POSITIONS[row], SEGMENTS[row])
         live = SEGMENTS[row] > 0
@@ -43,7 +43,7 @@ def test_float64_parameters_are_computed_in_float64_throughout():
         config = small()
         graph, params = make(config)
         params = jax.tree.map(lambda a: a.astype(jnp.float64), params)
-        logits = jax.jit(lambda p: nnx.merge(graph, p)(IDS[:1]))(params)
+        logits = jit(lambda p: nnx.merge(graph, p)(IDS[:1]))(params)
         expected = decoder_logits(config, params, IDS[0], np.arange(12), np.ones(12))
         assert logits.dtype == jnp.float64
         np.testing.assert_allclose(logits[0], expected, rtol=1e-12, atol=1e-12)
@@ -64,7 +64,7 @@ def test_bfloat16_parameters_give_bfloat16_activations_and_float32_logits():
 def test_packed_documents_equal_the_same_documents_alone():
     graph, params = make(small())
 
-    @jax.jit
+    @jit
     def run(params):
         model = nnx.merge(graph, params)
         packed = model.hidden(IDS[:1], position_ids=POSITIONS[:1], segment_ids=SEGMENTS[:1])
@@ -78,7 +78,7 @@ def test_padding_on_the_left_changes_no_logit_of_a_token():
     padded = np.concatenate([np.zeros((2, 3), np.int32), IDS], axis=1)
     mask = (np.arange(15) >= 3).astype(np.int32)[None].repeat(2, 0)
     # Rotary positions are relative: moving a row by three places changes nothing but rounding.
-    model = jax.jit(lambda p, *inputs: nnx.merge(graph, p)(*inputs))
+    model = jit(lambda p, *inputs: nnx.merge(graph, p)(*inputs))
     np.testing.assert_allclose(model(params, padded, mask)[:, 3:], model(params, IDS), atol=2e-5)
 
 
@@ -128,13 +128,13 @@ def test_a_mesh_with_padded_vocabulary_and_repeated_heads_changes_no_number():
     # 37 tokens and two key-value heads on four tensor ranks: both have to be stretched, with dropout on.
     graph, params = make(small(dropout=0.1))
     gradient = jax.value_and_grad(lambda p, key: loss_of(graph, p, key))
-    plain = jax.jit(gradient)(params, jax.random.key(3))
+    plain = jit(gradient)(params, jax.random.key(3))
 
     def on_mesh(p, key):
         with logical_rules(mesh(data=2, tensor=4), RULES):
             return gradient(p, key)
 
-    meshed = jax.jit(on_mesh)(params, jax.random.key(3))
+    meshed = jit(on_mesh)(params, jax.random.key(3))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4), plain, meshed)
     assert jax.tree.map(jnp.shape, meshed[1]) == jax.tree.map(jnp.shape, params)
 
@@ -146,14 +146,14 @@ def test_logits_on_a_mesh_have_the_true_vocabulary():
         with logical_rules(mesh(tensor=4), RULES):
             return nnx.merge(graph, p)(IDS)
 
-    logits = jax.jit(on_mesh)(params)
+    logits = jit(on_mesh)(params)
     assert logits.shape == (2, 12, 37)
-    np.testing.assert_allclose(logits, jax.jit(lambda p: nnx.merge(graph, p)(IDS))(params), atol=1e-4)
+    np.testing.assert_allclose(logits, jit(lambda p: nnx.merge(graph, p)(IDS))(params), atol=1e-4)
 
 
 def test_dropout_depends_on_the_global_row_and_not_on_the_micro_batch():
     graph, params = make(small(dropout=0.3))
-    run = jax.jit(lambda p, key, rows: loss_of(graph, p, key, slice(*rows)), static_argnums=2)
+    run = jit(lambda p, key, rows: loss_of(graph, p, key, slice(*rows)), static_argnums=2)
     key = jax.random.key(1)
     whole = run(params, key, (0, 4))
     np.testing.assert_allclose(whole, run(params, key, (0, 2)) + run(params, key, (2, 4)), rtol=1e-6)

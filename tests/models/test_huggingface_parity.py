@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jtrain.models.config import DecoderConfig, RopeScaling
 from jtrain.ops.cross_entropy import cross_entropy
 
-from .build import make
+from .build import jit, make
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -80,7 +80,7 @@ def test_logits_loss_and_gradient_norms_equal_those_of_transformers(name):
     ids, mask, labels = (oracle[key].astype(np.int32) for key in ("input_ids", "attention_mask", "labels"))
     targets = np.concatenate([labels[:, 1:], np.full_like(labels[:, :1], -100)], axis=1)
 
-    @jax.jit
+    @jit
     def run(params):
         def loss(params):
             model = nnx.merge(graph, params)

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from jtrain.parallel.mesh import make_mesh
     from jtrain.tasks.pretrain import PretrainTrainer
     from jtrain.train.callbacks import Callback
+    from jtrain.train.history import History
     from jtrain.train.loss import Loss, row_keys
-    from jtrain.train.state import TrainState, init_state
+    from jtrain.train.model import functional_model
+    from jtrain.train.state import TrainState, init_state, plan_state
     from jtrain.train.step import make_train_step
-    from jtrain.train.trainer import History, Trainer
+    from jtrain.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -29,16 +31,18 @@ _WHERE = {
     "Checkpoints": "checkpoint.checkpoints",
     "Config": "config.schema",
     "DataLoader": "data.loader",
-    "History": "train.trainer",
+    "History": "train.history",
     "JtrainError": "errors",
     "Loss": "train.loss",
     "PretrainTrainer": "tasks.pretrain",
     "TrainState": "train.state",
     "Trainer": "train.trainer",
+    "functional_model": "train.model",
     "init_state": "train.state",
     "load_config": "config.load",
     "make_mesh": "parallel.mesh",
     "make_train_step": "train.step",
+    "plan_state": "train.state",
     "row_keys": "train.loss",
 }
 
@@ -53,10 +57,12 @@ __all__ = [
     "PretrainTrainer",
     "TrainState",
     "Trainer",
+    "functional_model",
     "init_state",
     "load_config",
     "make_mesh",
     "make_train_step",
+    "plan_state",
     "row_keys",
 ]
 

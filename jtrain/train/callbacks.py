@@ -1,7 +1,7 @@
 """Callbacks: what a user hangs into the loop. The loop calls them in list order, at fixed places.
 
 After every step: log, evaluate, save, always in this order. What Hugging Face's `on_substep_end` and
-`on_pre_optimizer_step` are used for is an optax transform or a `step_hook` here, since the step is one compiled program.
+`on_pre_optimizer_step` are used for is an optax transform or a `step_hook` here: the step is one compiled program.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> Fun
         build = lambda rngs: model(rngs=rngs)  # type: ignore[call-arg]  # noqa: E731
         given = None
     else:
-        raise ConfigError(f"model={model!r} is not a Flax NNX module", "pass a module, its class, or a function of rngs")
+        raise ConfigError(
+            f"model={model!r} is not a Flax NNX module", "pass a module, its class, or a function of rngs"
+        )
 
     def split(key: jax.Array) -> tuple[Any, Any, Any, Any]:
         with nnx.use_eager_sharding(False):

@@ -187,4 +187,6 @@ def _compile(pattern: str, field: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{field}: {pattern!r} is not a regular expression ({error})", "quote special signs") from error
+        raise ConfigError(
+            f"{field}: {pattern!r} is not a regular expression ({error})", "quote special signs"
+        ) from error

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -18,7 +19,7 @@ from jtrain.config.rules import apply_strategy, resolve_batch, resolve_steps
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
 from jtrain.parallel.mesh import data_ranks, make_mesh
-from jtrain.parallel.sharding import Rules, batch_sharding, make_rules
+from jtrain.parallel.sharding import Rules, make_rules
 from jtrain.parallel.xla import compiler_options
 from jtrain.train.loss import LossFn
 from jtrain.train.model import FunctionalModel, ModelFactory, functional_model
@@ -65,6 +66,20 @@ class Program:
     def init(self) -> TrainState:
         """The initial state, in its shards."""
         return init_state(self.model, self.tx, self.plan, seed=self.config.seed)
+
+    def init_from(self, source: str) -> TrainState:
+        """The initial state with the parameters of a run or checkpoint in place of drawn ones.
+
+        Raises:
+          CheckpointError: it holds no intact checkpoint, or one of another model.
+        """
+        from jtrain.checkpoint.parameters import load_parameters
+
+        fresh = self.init()
+        params = load_parameters(source, self.plan.abstract.params)
+        # A copy: the step donates both, and a buffer can be given away once.
+        ema = None if fresh.ema is None else jax.tree.map(lambda p, e: jnp.array(p, e.dtype), params, fresh.ema)
+        return dataclasses.replace(fresh, params=params, ema=ema)
 
 
 def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:
@@ -146,7 +161,6 @@ def build_program(
         loss_fn,
         optimizer,
         plan,
-        precision,
         seed=config.seed,
         schedule=schedule,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -155,10 +169,10 @@ def build_program(
         step_hook=step_hook,
         compiler_options=options,
     )
-    eval_step = make_eval_step(split, loss_fn, plan, precision, compiler_options=options)
+    eval_step = make_eval_step(split, loss_fn, plan, compiler_options=options)
     return Program(
         config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,
-        batch_sharding(mesh, rules),
+        plan.batch_sharding,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from jtrain.checkpoint.run_dir import open_run_dir
 from jtrain.config.differences import Difference, differences
 from jtrain.config.export import to_dict, to_yaml
 from jtrain.config.schema import Config
-from jtrain.errors import ConfigError
+from jtrain.errors import ConfigError, PeerLostError
 from jtrain.observe.console import Console
 from jtrain.observe.metrics import Events, MetricsLog
 from jtrain.observe.trackers import Trackers
@@ -136,9 +136,10 @@ class Session:
             refused = [Difference("fingerprint of the training data", before, fingerprint)]
         platform = random_platform()
         for name, value in meta["random"].items():
-            if platform.get(name) != value:
+            now = platform.get(name)
+            if now != value:
                 raise ConfigError(
-                    f"the checkpoint's random numbers were drawn with {name}={value!r}, now it is {platform.get(name)!r}",
+                    f"the checkpoint's random numbers were drawn with {name}={value!r}, now it is {now!r}",
                     "set it as it was, or start a new run with --checkpoint.init_from",
                 )
         if refused:
@@ -183,7 +184,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, PeerLostError):
+            self.checkpoints = None  # a save that is under way can't end without the peer
         self.close()
 
 
@@ -204,12 +207,14 @@ class Counters:
       skipped: steps skipped.
       tokens: tokens without padding, of all batches used.
       examples: rows of all batches used.
+      owes_evaluation: a preemption came before the evaluation that was due after `step`.
     """
 
     step: int = 0
     skipped: int = 0
     tokens: int = 0
     examples: int = 0
+    owes_evaluation: bool = False
 
     @property
     def batches(self) -> int:

@@ -15,10 +15,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jtrain.parallel.sharding import Rules, extend_spec, parameter_spec, shard_like_parameters
+from jtrain.parallel.sharding import (
+    Rules,
+    batch_sharding,
+    extend_spec,
+    make_rules,
+    parameter_spec,
+    shard_like_parameters,
+)
 from jtrain.parallel.xla import compiler_options
 from jtrain.train.model import FunctionalModel
-from jtrain.train.precision import LossScale, Precision
+from jtrain.train.precision import LossScale, Precision, precision_policy
 
 INIT_STREAM, TRAIN_STREAM, DATA_STREAM, SAMPLE_STREAM = range(4)
 
@@ -62,6 +69,7 @@ class StatePlan:
       trainable: tree of bools, of the structure of the parameters.
       mesh: the mesh.
       rules: the table of logical axes.
+      precision: what is stored, and what a step computes in.
     """
 
     abstract: TrainState
@@ -69,11 +77,17 @@ class StatePlan:
     trainable: Any
     mesh: Mesh
     rules: Rules
+    precision: Precision
 
     @property
     def shardings(self) -> TrainState:
         """A `TrainState` of `NamedSharding`s."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a batch's arrays [A, b, ...], for the DataLoader."""
+        return batch_sharding(self.mesh, self.rules)
 
 
 def select(tree: Any, mask: Any) -> Any:
@@ -90,8 +104,8 @@ def plan_state(
     model: FunctionalModel,
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    rules: Rules,
-    precision: Precision,
+    rules: Rules | None = None,
+    precision: Precision | str = "32-true",
     *,
     trainable: Any = None,
     optimizer_axes: Sequence[str] = (),
@@ -103,11 +117,11 @@ def plan_state(
     """Plans the state's layout without touching a device.
 
     Args:
-      model: the split model.
+      model: the split model (`functional_model`).
       tx: any optax chain.
       mesh: the mesh.
-      rules: the table of `make_rules`.
-      precision: its parameter dtype is the stored one.
+      rules: the table of `make_rules`; by default without overrides.
+      precision: a policy, or its name in the config; its parameter dtype is the stored one.
       trainable: tree of bools; None trains everything.
       optimizer_axes: mesh axes that divide the optimizer state beyond the parameters' own (ZeRO-1).
       gradient_axes: mesh axes that divide the gradients beyond the parameters' own (ZeRO-2).
@@ -115,6 +129,8 @@ def plan_state(
       offload_parameters: parameters in pinned host memory between steps.
       ema: whether a moving average is kept.
     """
+    rules = make_rules() if rules is None else rules
+    precision = precision_policy(precision, mesh.devices.flat[0]) if isinstance(precision, str) else precision
     trainable = jax.tree.map(lambda _: True, model.params) if trainable is None else trainable
     params = jax.eval_shape(precision.store, model.params)
 
@@ -146,7 +162,7 @@ def plan_state(
         loss_scale=scale if precision.loss_scaling else None,
         ema=_with(jax.eval_shape(_float32, params), sharding((), False)) if ema else None,
     )
-    return StatePlan(abstract, select(sharding(gradient_axes, False), trainable), trainable, mesh, rules)
+    return StatePlan(abstract, select(sharding(gradient_axes, False), trainable), trainable, mesh, rules, precision)
 
 
 def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: StatePlan, *, seed: int) -> TrainState:

@@ -35,7 +35,6 @@ def make_train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     plan: StatePlan,
-    precision: Precision,
     *,
     seed: int,
     schedule: Schedule | None = None,
@@ -51,8 +50,7 @@ def make_train_step(
       model: the split model.
       loss_fn: `loss_fn(module, micro_batch, rng) -> Loss`.
       tx: the optax chain whose state the plan holds.
-      plan: the state's layout; the step's outputs are pinned to it.
-      precision: what the parameters are cast to, and whether the loss is scaled.
+      plan: the state's layout, to which the step's outputs are pinned, and its precision.
       seed: of the run; the key of a step is a function of (seed, batches used so far).
       schedule: for the figure `learning_rate`; None leaves it out.
       max_grad_norm: gradients are scaled down to this global norm; 0: never.
@@ -62,10 +60,11 @@ def make_train_step(
       compiler_options: passed to the compiler.
 
     Returns:
-      `step(state, batch) -> (state, metrics)`. The state is donated. `batch` holds arrays [A, b, ...]: A micro-batches of
-      b rows. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `finite`, `step`, `skipped`, `tokens` (of
-      this batch, without padding), and `sums`: name -> (sum, count).
+      `step(state, batch) -> (state, metrics)`. The state is donated. `batch` holds arrays [A, b, ...]: A micro-batches
+      of b rows. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `finite`, `step`, `skipped`, `tokens`
+      (of this batch, without padding), and `sums`: name -> (sum, count).
     """
+    precision = plan.precision
 
     def gradients_of(trained: Any, state: TrainState, variables: Any, micro: Batch, rng: jax.Array, scale: Any) -> Any:
         """Gradients of the scaled sum of one micro-batch, and its loss."""
@@ -121,14 +120,13 @@ def make_train_step(
             metrics["learning_rate"] = schedule(state.step + 1)
         return new, metrics
 
-    return _jit(train_step, plan, precision, compiler_options, out_shardings=(plan.shardings, None), donate_argnums=0)
+    return _jit(train_step, plan, compiler_options, out_shardings=(plan.shardings, None), donate_argnums=0)
 
 
 def make_eval_step(
     model: FunctionalModel,
     loss_fn: LossFn,
     plan: StatePlan,
-    precision: Precision,
     *,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[Any, Any, Batch], Loss]:
@@ -136,6 +134,7 @@ def make_eval_step(
 
     Nothing is random: the module is in evaluation mode and `rng` is None.
     """
+    precision = plan.precision
 
     def eval_step(params: Any, variables: Any, batch: Batch) -> Loss:
         module = model.merge(precision.cast(_to_device(params, plan.abstract.params)), variables)
@@ -147,14 +146,14 @@ def make_eval_step(
         losses = jax.lax.map(one, batch)
         return jax.tree.map(lambda x: x.sum(0), losses)
 
-    return _jit(eval_step, plan, precision, compiler_options)
+    return _jit(eval_step, plan, compiler_options)
 
 
-def _jit(function: Callable, plan: StatePlan, precision: Precision, options: dict | None, **keywords: Any) -> Callable:
+def _jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: Any) -> Callable:
     """`jax.jit` with the table of logical axes and the matmul precision in force while it traces."""
 
     def traced(*arguments: Any) -> Any:
-        with logical_rules(plan.mesh, plan.rules), jax.default_matmul_precision(precision.matmul):
+        with logical_rules(plan.mesh, plan.rules), jax.default_matmul_precision(plan.precision.matmul):
             return function(*arguments)
 
     traced.__name__ = function.__name__
@@ -170,11 +169,12 @@ def _update(
     params = combine(optax.apply_updates(trained, updates), state.params, plan.trainable)
     ema = state.ema
     if ema is not None:
-        # The first averages follow quickly: decay = min(decay, (1 + k) / (10 + k)), as in tf.train.ExponentialMovingAverage.
+        # The first averages follow quickly, as in tf.train.ExponentialMovingAverage: min(decay, (1 + k) / (10 + k)).
         k = state.step + 1
         decay = jnp.minimum(ema_decay, (1 + k) / (10 + k))
         ema = jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), ema, params)
-    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, variables=variables, ema=ema)
+    changed = {"params": params, "opt_state": opt_state, "variables": variables, "ema": ema}
+    return dataclasses.replace(state, step=state.step + 1, **changed)
 
 
 def _scale(state: TrainState, batch: Batch, precision: Precision) -> Any:

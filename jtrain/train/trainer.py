@@ -8,7 +8,6 @@ read while the next one runs; only an evaluation, a save and the end wait for th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,12 +23,14 @@ from jtrain.data.rows import Rows
 from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.flops import TokenFlops
 from jtrain.parallel import processes
+from jtrain.parallel.lost import as_peer_lost
 from jtrain.parallel.mesh import data_ranks, describe
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.train.callbacks import Callback, CallbackList, EarlyStopping
 from jtrain.train.compiled import CompiledStep
 from jtrain.train.evaluation import Evaluator, FilledRows
 from jtrain.train.faults import FiniteCheck
+from jtrain.train.history import History
 from jtrain.train.loss import LossFn
 from jtrain.train.meter import Meter
 from jtrain.train.preemption import Preemption
@@ -40,19 +41,6 @@ from jtrain.train.step import StepHook
 from jtrain.train.timetable import Timetable
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class History:
-    """What `fit` returns: the lines of this call's metrics.jsonl.
-
-    Attributes:
-      train: one dict a logged step.
-      eval: one dict an evaluation.
-    """
-
-    train: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    eval: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class Trainer:
@@ -143,15 +131,18 @@ class Trainer:
             raise ConfigError("train_data is missing", "pass train_data, or name files in data.train")
         total = self.timetable.max_steps
         self.history = History()
-        with self._open_session() as session, Preemption() as preemption:
+        with Preemption() as preemption, self._open_session() as session:
             self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
-            if self.counters.step >= total:
+            owed = self.counters.owes_evaluation and self.eval_rows is not None
+            if self.counters.step >= total and not owed:
                 self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")
                 return self.history
             try:
                 self.callbacks("on_fit_start", self)
-                if "stop" not in self._requests:
+                if owed:
+                    self._evaluate()
+                if not self._ends():
                     self._loop(session, preemption, total)
                 self.callbacks("on_fit_end", self)
                 session.wait()  # `end` is not said before the last save is durable
@@ -160,6 +151,8 @@ class Trainer:
             except BaseException as error:
                 self.callbacks("on_exception", self, error)
                 session.emit("end", {"step": self.counters.step, "error": f"{type(error).__name__}: {error}"})
+                if (lost := as_peer_lost(error)) is not None:
+                    raise lost from error
                 raise
             session.emit("end", {"step": self.counters.step})
         return self.history
@@ -220,10 +213,10 @@ class Trainer:
         evaluated: dict[str, float] = {}
         wanted = last or "evaluate" in requests or self.timetable.evaluates(step)
         requests.discard("evaluate")
-        if wanted and not preempted and self.eval_rows is not None and self._evaluated != step:
-            self._evaluated = step
-            evaluated = self.evaluate()
-            self.callbacks("on_evaluate", self, evaluated)
+        wanted = wanted and self.eval_rows is not None and self._evaluated != step
+        self.counters.owes_evaluation = wanted and preempted
+        if wanted and not preempted:
+            evaluated = self._evaluate()
             if self._ends() and not last:
                 last = True
                 self._log_step(meter)
@@ -239,6 +232,12 @@ class Trainer:
             raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
         if "stop" in requests and not last:  # asked for by a callback of the save: what a last step owes is made good
             self._boundary(session, meter, preempted)
+
+    def _evaluate(self) -> dict[str, float]:
+        self._evaluated = self.counters.step
+        metrics = self.evaluate()
+        self.callbacks("on_evaluate", self, metrics)
+        return metrics
 
     def _ends(self) -> bool:
         """Whether the step just made is the run's last, as far as is known."""
@@ -362,19 +361,11 @@ class Trainer:
             return
         if self._trained:  # a fit that broke off before its first save: anew, also in the same Trainer
             kept, self.counters = None, Counters()
-        self._state = kept
         session.write_config()
+        self._state = kept
         if self.config.checkpoint.init_from:
-            self._init_from(self.config.checkpoint.init_from)
+            self._state = self.program.init_from(self.config.checkpoint.init_from)
         session.emit("start", {"mesh": dict(self.mesh.shape), "max_steps": self.timetable.max_steps})
-
-    def _init_from(self, source: str) -> None:
-        from jtrain.checkpoint.parameters import load_parameters
-
-        params = load_parameters(source, self.plan.abstract.params)
-        fresh = self.state
-        ema = None if fresh.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, fresh.ema)
-        self._state = dataclasses.replace(fresh, params=params, ema=ema)
 
     def _evaluated_params(self) -> Any:
         """The parameters that are evaluated: the moving average, if there is one and it is wanted."""

@@ -1,0 +1,78 @@
+"""`jtrain bench [FIGURE...] [--json]`: figures of this machine, as ratios measured in one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from jtrain.cli import args as arguments
+from jtrain.config.names import nearest
+from jtrain.errors import ConfigError
+
+FIGURES = {
+    "trainer": "a Trainer's step against a hand-written jitted loop of the same model",
+    "loader": "tokens a second and core from the cache",
+    "save": "time that an asynchronous save of 512 MiB blocks, against the save's own time",
+    "help": "`jtrain --help`",
+    "startup": "process start to the end of the first step, cold and with the compile cache",
+    "hlo": "lines of the compiled step at 32 layers against 4",
+    "mfu": "a training step of --preset on the devices at hand: tokens/s, TFLOP/s, MFU",
+}
+USAGE = "jtrain bench [FIGURE...] [--preset NAME] [--json]"
+HELP = f"""usage: {USAGE}
+
+Measures and prints; all figures unless some are named.
+
+""" + "\n".join(f"  {name:<9} {text}" for name, text in FIGURES.items())
+
+
+def run(args: list[str]) -> int:
+    """Measures and prints, and returns the exit code."""
+    if arguments.wants_help(args):
+        print(HELP)
+        return 0
+    as_json = "--json" in args
+    preset, names = _preset([arg for arg in args if arg != "--json"])
+    for name in names:
+        if name not in FIGURES:
+            meant = nearest(name, FIGURES)
+            known = f"Figures: {', '.join(FIGURES)}."
+            raise ConfigError(f"bench: {name!r} is no figure", f"Did you mean {meant!r}? {known}" if meant else known)
+    from jtrain.cli import figures
+
+    found: dict[str, Any] = {}
+    for name in names or FIGURES:
+        print(f"measuring {name}: {FIGURES[name]}", file=sys.stderr, flush=True)
+        measured = figures.mfu(preset) if name == "mfu" else getattr(figures, name)()
+        found |= measured
+        if not as_json:
+            for key, figure in measured.items():
+                print(_line(key, figure), flush=True)
+    if as_json:
+        print(json.dumps({"figures": found}, indent=2))
+    return 0
+
+
+def _line(name: str, figure: dict[str, Any]) -> str:
+    value = figure["value"]
+    text = f"{name:<24} {value:,.4g} {figure['unit']}" if value is not None else f"{name:<24} unknown"
+    if figure["ratio"] is not None:
+        text += f" | ratio {figure['ratio']:.4f}"
+    return f"{text} | against {figure['against']}" if figure["against"] else text
+
+
+def _preset(args: list[str]) -> tuple[str, list[str]]:
+    """The value of --preset, and the other arguments."""
+    names: list[str] = []
+    preset = "llama-tiny"
+    rest = iter(args)
+    for arg in rest:
+        flag, equals, value = arg.partition("=")
+        if flag == "--preset":
+            preset = value if equals else next(rest, "")
+        elif arg.startswith("-"):
+            raise ConfigError(f"bench: unknown flag {arg!r}", f"usage: {USAGE}")
+        else:
+            names.append(arg)
+    return preset, names

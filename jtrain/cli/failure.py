@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
-
-from jtrain.errors import Exit
 
 
 class RunFailed(Exception):
@@ -17,24 +14,30 @@ class RunFailed(Exception):
         self.run_dir = run_dir
 
 
-def report_bug(error: Exception, *, debug: bool) -> int:
-    """Says that it is our mistake, and where the traceback is; returns the exit code."""
-    cause = error.__cause__ if isinstance(error, RunFailed) and error.__cause__ else error
-    page = "".join(traceback.format_exception(cause))
+def cause_of(error: BaseException) -> BaseException:
+    """The exception itself, without the wrapping of `RunFailed`."""
+    return error.__cause__ if isinstance(error, RunFailed) and error.__cause__ else error
+
+
+def describe_bug(error: BaseException, *, debug: bool) -> str:
+    """Says that it is our mistake, and where the traceback is (with `debug` it has been shown)."""
+    cause = cause_of(error)
+    summary = "this is a bug in jtrain, please report it: " + " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
     if debug:
-        print(page, file=sys.stderr, end="")
-    summary = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
-    file = _write(error.run_dir, page) if isinstance(error, RunFailed) and not debug else None
-    remedy = f"The traceback is in {file}." if file else "Run it again with --debug for the traceback."
-    lines = f"error: this is a bug in jtrain, please report it: {summary}" + ("" if debug else f"\n  {remedy}")
-    print(lines, file=sys.stderr, flush=True)
-    return int(Exit.BUG)
+        return summary
+    page = "".join(traceback.format_exception(cause))
+    file = _write(error.run_dir, page) if isinstance(error, RunFailed) else None
+    return f"{summary}\n  " + (
+        f"The traceback is in {file}." if file else "Run it again with --debug for the traceback."
+    )
 
 
 def _write(run_dir: str, page: str) -> str | None:
     if not os.path.isdir(run_dir):
         return None
-    path = os.path.join(run_dir, "error.txt")
+    from jtrain.parallel.lost import process_id  # a run has imported jax anyway
+
+    path = os.path.join(run_dir, f"error-{process_id()}.txt" if process_id() else "error.txt")
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(page)

@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jtrain.cli.failure import report_bug
-from jtrain.errors import ConfigError, Exit, JtrainError
+from jtrain.cli.failure import cause_of, describe_bug
+from jtrain.errors import ConfigError, Exit, JtrainError, Preempted
 
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended, as shells have it."""
@@ -49,21 +49,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         return int(_dispatch(args))
-    except JtrainError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        if debug:
-            traceback.print_exc()
-        print("interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
     except BrokenPipeError:  # `jtrain config docs | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)
-    except Exception as error:
-        return report_bug(error, debug=debug)
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exception(cause_of(error))
+        return _ended_by(error, debug)
+
+
+def _ended_by(error: BaseException, debug: bool) -> int:
+    """Says what went wrong, and returns the exit code; with several processes it ends this one here and now."""
+    lost = sys.modules.get("jtrain.parallel.lost")  # a program without a run in it has no other processes
+    prefix = lost.prefix() if lost else ""
+    cause = cause_of(error)
+    if isinstance(error, Preempted):  # agreed with the others: one of them says it
+        code, text = int(error.exit_code), "" if prefix else error.message
+    elif isinstance(error, JtrainError):
+        code, text = int(error.exit_code), f"error: {prefix}{error}"
+    elif isinstance(error, KeyboardInterrupt):
+        code, text = INTERRUPTED, "interrupted"
+    else:
+        code, text = int(Exit.BUG), f"error: {prefix}{describe_bug(error, debug=debug)}"
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    if lost and lost.several():
+        lost.leave(code, f"{type(cause).__name__}: {cause}".splitlines()[0])
+    return code
 
 
 def _dispatch(args: list[str]) -> int:

@@ -27,4 +27,6 @@ def start(config: Config) -> int:
     except JtrainError:
         raise
     except Exception as error:
-        raise RunFailed(config.run_dir) from error
+        from jtrain.parallel.lost import as_peer_lost
+
+        raise as_peer_lost(error) or RunFailed(config.run_dir) from error

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from jtrain.config.schema import Config, DistributedConfig
 from jtrain.errors import ConfigError, PeerLostError
+from jtrain.parallel import lost
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def start(config: Config) -> list[jax.Device]:
         _compile_cache(config.compile_cache)
         if processes > 1 and not jax.distributed.is_initialized():
             _join(config.distributed)
+            lost.watch()
     if config.precision == "64-true":
         jax.config.update("jax_enable_x64", True)
     return _devices(config)
@@ -71,18 +72,6 @@ def any_process(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
-
-
-def leave(code: int) -> None:
-    """Ends this process at once with `code`, without waiting for the others.
-
-    With several processes an ordinary exit waits in the shutdown barrier for peers that may hang in a collective; the
-    logs are flushed here and the operating system cleans up.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _backend_is_up() -> bool:
@@ -169,7 +158,7 @@ def _devices(config: Config) -> list[jax.Device]:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        raise ConfigError(
+        raise lost.as_peer_lost(error) or ConfigError(
             f"accelerator={config.accelerator!r}: {str(error).splitlines()[0]}",
             "install the extra for it (pip install 'jtrain[cuda12]' or 'jtrain[tpu]'), or write accelerator: cpu",
         ) from error

@@ -17,9 +17,14 @@ def run(config: Config) -> int:
     Raises:
       JtrainError: whatever ended the run early, with its exit code.
     """
+    from jtrain.errors import Preempted
     from jtrain.parallel import processes
     from jtrain.tasks.pretrain import PretrainTrainer
 
-    PretrainTrainer(config).fit()
+    try:
+        PretrainTrainer(config).fit()
+    except Preempted:
+        processes.shutdown()  # all of them are here
+        raise
     processes.shutdown()
     return 0

@@ -287,7 +287,8 @@ class Checkpoints:
                 if not self.run_dir.exists():
                     raise StorageError(f"{self.run_dir} is gone", "the run directory was removed under the run")
                 self.root.mkdir(exist_ok=True)
-                self.supersede(save.step - 1)
+                # Also those between the step that this run went back to and the one that it saves now.
+                self.supersede(min(save.step - 1, max(self._own, default=save.step)))
                 for leftover in [*layout.temporaries(self.root), save.folder]:
                     files.remove_tree(leftover)
                 free = files.free_bytes(self.root)

@@ -43,6 +43,7 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
         "schedule": {"name": "constant", "warmup_steps": 0},
         "checkpoint": {"save_steps": 0, "best": None},
         "eval": {"eval_steps": 0},
+        "data": {"shuffle": False},
         "logging": {"log_every_n_steps": 4, "trackers": []},
     }
     for name, value in changes.items():
@@ -51,16 +52,16 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def make(
-    run_dir: Path, callbacks: Any = (), *, data: Any = None, held_out: Any = None, model: Any = Linear, **changes: Any
+    run_dir: Path, callbacks: Any = (), *, rows: Any = None, held_out: Any = None, module: Any = Linear, **changes: Any
 ) -> Trainer:
     """A Trainer; keywords that are no fields of the config go to it as they are."""
     own = {name: changes.pop(name) for name in ("compute_metrics", "predict_fn", "step_hook") if name in changes}
     loss_fn = changes.pop("loss_fn", squared_error)
     return Trainer(
         settings(run_dir, **changes),
-        model=model,
+        model=module,
         loss_fn=loss_fn,
-        train_data=examples() if data is None else data,
+        train_data=examples() if rows is None else rows,
         eval_data=held_out,
         callbacks=callbacks,
         **own,

@@ -52,7 +52,7 @@ class Trainer:
       loss_fn: `loss_fn(model, batch, rng) -> Loss(sum, count, metrics)`.
       train_data: a dict of arrays, a list of dicts, any random-access sequence of dicts, or rows (`jtrain.data.Rows`).
       eval_data: the same; rows past its end must count for nothing (see `as_rows`).
-      optimizer: any optax chain, in place of the config's optimizer and schedule.
+      optimizer: any optax chain, in place of the config's optimizer and schedule; or the config's section.
       callbacks: called in this order.
       compute_metrics: `sums -> dict`, further evaluation figures from name -> (sum, count).
       predict_fn: `predict_fn(model, batch) -> tree of [b, ...] arrays`, for `predict`.
@@ -71,13 +71,15 @@ class Trainer:
         loss_fn: LossFn,
         train_data: Any = None,
         eval_data: Any = None,
-        optimizer: optax.GradientTransformation | None = None,
+        optimizer: optax.GradientTransformation | Any = None,
         callbacks: Sequence[Callback] = (),
         compute_metrics: Callable[[dict[str, tuple[float, float]]], dict[str, float]] | None = None,
         predict_fn: Callable[[Any, dict[str, jax.Array]], Any] | None = None,
         step_hook: StepHook | None = None,
         **sections: Any,
     ):
+        if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+            sections, optimizer = sections | {"optimizer": optimizer}, None
         config = load_config(config, sections)
         devices = processes.start(config)
         config, mesh, batch = mesh_and_batch(config, devices)

@@ -1,11 +1,11 @@
-"""From the config's data section to the rows of training and evaluation."""
+"""From the config's data section, or texts in memory, to the rows of training and evaluation."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jtrain.data.cache import CacheOptions, Progress, open_plan, open_store
 from jtrain.data.packing import split_edges
 from jtrain.data.rows import EvalRows, PackedRows, TrainRows
 from jtrain.data.store import TokenStore
+from jtrain.data.texts import is_texts, text_store
 from jtrain.data.tokenise import Recipe
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError
@@ -21,12 +22,18 @@ if TYPE_CHECKING:
     from jtrain.config.schema import Config
 
 
-def build_data(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -> tuple[TrainRows, EvalRows | None]:
+def build_data(
+    config: Config, tokenizer: Tokenizer, *, train: Any = None, hold_out: bool = True, progress: bool = True
+) -> tuple[TrainRows, EvalRows | None]:
     """Tokenises (or opens the caches), plans the rows, and gives the training stream and the evaluation rows.
 
-    A fraction as `data.eval` is held out from the end of each source of `data.train`.
+    A fraction as `data.eval` is held out from the end of each source.
 
     Args:
+      config: of the run.
+      tokenizer: of its texts.
+      train: texts in memory (see `is_texts`) in place of `data.train`.
+      hold_out: False: `data.eval` is not looked at, since the evaluation data comes from elsewhere.
       progress: show a bar on the terminal while tokenising.
 
     Raises:
@@ -34,29 +41,56 @@ def build_data(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -
       DataError: data that can't be used; StorageError: a cache that can't be written.
     """
     data = config.data
-    token_bytes = tokenizer.token_bytes()
-
-    def packed(store: TokenStore, edges: np.ndarray) -> PackedRows:
-        plan = open_plan(store, edges, config.max_length, data.packing)
-        return PackedRows(store, plan, token_bytes=token_bytes, pad_id=tokenizer.pad_id)
-
-    if not data.train:
+    if train is None and not data.train:
         raise ConfigError("data.train is empty", "Name a file, folder, glob or URL, e.g. --data.train corpus.txt.")
-    options = cache_options(config)
-    with _progress_bar(progress) as report:
-        train = [open_store(path, tokenizer, options, progress=report) for path in data.train]
-        held_out: list[PackedRows] = []
-        if isinstance(data.eval, tuple):
-            stores = [open_store(path, tokenizer, options, field="data.eval", progress=report) for path in data.eval]
-            held_out = [packed(store, store.edges) for store in stores]
-    edges = [store.edges for store in train]
-    if isinstance(data.eval, float) and data.eval:
-        parts = [_split(config, path, store) for path, store in zip(data.train, train, strict=True)]
+    names = data.train if train is None else ("train_dataset",)
+    stores = _open(config, tokenizer, data.train if train is None else train, "data.train", names[0], progress)
+    edges = [store.edges for store in stores]
+    held_out: EvalRows | None = None
+    if hold_out and isinstance(data.eval, tuple):
+        held_out = build_eval(config, tokenizer, data.eval, progress=progress)
+    elif hold_out and isinstance(data.eval, float):
+        parts = [_split(config, name, store) for name, store in zip(names, stores, strict=True)]
         edges = [first for first, _ in parts]
-        held_out = [packed(store, last) for store, (_, last) in zip(train, parts, strict=True)]
-    sources = [packed(store, part) for store, part in zip(train, edges, strict=True)]
-    rows = TrainRows(sources, seed=config.seed, weights=data.weights, shuffle=data.shuffle)
-    return rows, EvalRows(held_out) if held_out else None
+        held_out = EvalRows(_packed(config, tokenizer, stores, [last for _, last in parts]))
+    sources = _packed(config, tokenizer, stores, edges)
+    return TrainRows(sources, seed=config.seed, weights=data.weights, shuffle=data.shuffle), held_out
+
+
+def build_eval(config: Config, tokenizer: Tokenizer, data: Any, *, progress: bool = True) -> EvalRows:
+    """Rows for an evaluation: of texts in memory, or of paths.
+
+    Raises:
+      DataError: data that can't be used; StorageError: a cache that can't be written.
+    """
+    stores = _open(config, tokenizer, data, "data.eval", "eval_dataset", progress)
+    return EvalRows(_packed(config, tokenizer, stores, [store.edges for store in stores]))
+
+
+def _open(
+    config: Config, tokenizer: Tokenizer, data: Any, field: str, argument: str, progress: bool
+) -> list[TokenStore]:
+    """The tokens of texts in memory, or of every path."""
+    options = cache_options(config)
+    if is_texts(data):
+        return [text_store(data, tokenizer, options, name=argument)]
+    with _progress_bar(progress) as report:
+        return [open_store(path, tokenizer, options, field=field, progress=report) for path in data]
+
+
+def _packed(
+    config: Config, tokenizer: Tokenizer, stores: Sequence[TokenStore], edges: Sequence[np.ndarray]
+) -> list[PackedRows]:
+    """The planned rows of a stretch of each store."""
+    token_bytes = tokenizer.token_bytes()
+    plans = [
+        open_plan(store, part, config.max_length, config.data.packing)
+        for store, part in zip(stores, edges, strict=True)
+    ]
+    return [
+        PackedRows(store, plan, token_bytes=token_bytes, pad_id=tokenizer.pad_id)
+        for store, plan in zip(stores, plans, strict=True)
+    ]
 
 
 def cache_options(config: Config) -> CacheOptions:

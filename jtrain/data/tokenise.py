@@ -119,15 +119,15 @@ def _encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     before = [tokenizer.bos_id] if recipe.prepend_bos and chunk.opens else []
     after = [tokenizer.eos_id] if recipe.append_eos and chunk.closes else []
-    documents = _encode_texts(texts, tokenizer)
+    documents = encode_texts(texts, tokenizer)
     extra = len(before) + len(after)
     lengths = np.fromiter((len(document) + extra for document in documents), np.int64, len(documents))
     ids = itertools.chain.from_iterable(itertools.chain(before, document, after) for document in documents)
     return np.fromiter(ids, dtype, int(lengths.sum())), lengths
 
 
-def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids of each text; a very long one is encoded by pieces."""
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids of each text, without special tokens; a very long one is encoded by pieces."""
     if max(map(len, texts)) <= _LONG_CHARACTERS:
         return tokenizer.encode_batch(texts)
     return [

@@ -1,4 +1,4 @@
-"""From a config to a decoder that fits its tokenizer, its rows and its mesh; every rule fails before a device is used."""
+"""From a config to a decoder that fits its tokenizer, rows and mesh; every rule fails before a device is used."""
 
 from __future__ import annotations
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jtrain.config.load import load_config
 from jtrain.config.schema import Config
-from jtrain.data.build import build_data
-from jtrain.data.rows import IGNORE
-from jtrain.data.tokenizers import load_tokenizer
+from jtrain.data.build import build_data, build_eval
+from jtrain.data.rows import IGNORE, Rows
+from jtrain.data.texts import is_texts
+from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
@@ -26,6 +28,7 @@ from jtrain.tasks.sample import Sampler
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
 from jtrain.train.loss import Loss, LossFn
+from jtrain.train.step import StepHook
 from jtrain.train.trainer import Trainer
 
 
@@ -34,11 +37,15 @@ class PretrainTrainer(Trainer):
 
     Args:
       config: a Config, a YAML file, a recipe's name or a dict; None for the defaults.
-      model: a preset's name, in place of `config.model.preset`.
-      train_dataset: paths, in place of `config.data.train`; or rows, a list of dicts, a mapping of arrays with
-        `input_ids`, `labels`, `segment_ids` and `position_ids` of [max_length].
+      model: a preset's name, in place of `config.model.preset`; or fields of that section.
+      train_dataset: paths, in place of `config.data.train`; or texts: a list of dicts, a `datasets.Dataset`, any
+        sequence of records with the field `data.text_field`; or rows of tokens: a sequence of dicts, or a mapping of
+        arrays, with `input_ids`, `labels`, `segment_ids` and `position_ids` of [max_length].
       eval_dataset: the same, in place of `config.data.eval`.
       callbacks: called in this order.
+      optimizer: any optax chain, in place of the config's optimizer and schedule; or the config's section.
+      compute_metrics: `sums -> dict`, further evaluation figures from name -> (sum, count).
+      step_hook: `step_hook(gradients, state, metrics) -> (gradients, metrics)`, traced into the step.
       **sections: fields and sections of the config.
     """
 
@@ -46,30 +53,31 @@ class PretrainTrainer(Trainer):
         self,
         config: Config | str | dict[str, Any] | None = None,
         *,
-        model: str | None = None,
+        model: str | dict[str, Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: Sequence[Callback] = (),
+        optimizer: optax.GradientTransformation | Any = None,
+        compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
+        step_hook: StepHook | None = None,
         **sections: Any,
     ):
         config = _with_arguments(load_config(config, sections), model, train_dataset, eval_dataset)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         self.decoder = decoder_config(config, self.tokenizer)
-        given = {"train": train_dataset, "eval": eval_dataset}
-        rows = {name: None if _is_path(data) else data for name, data in given.items()}
-        if rows["train"] is None:
-            rows["train"], held_out = build_data(config, self.tokenizer)
-            rows["eval"] = held_out if rows["eval"] is None else rows["eval"]
+        rows, eval_rows = _rows(config, self.tokenizer, train_dataset, eval_dataset)
         loss = config.loss
         super().__init__(
             config,
             model=lambda rngs: Decoder(self.decoder, rngs),
             loss_fn=pretrain_loss(loss.label_smoothing, loss.z_loss, loss.chunk_size),
-            train_data=rows["train"],
-            eval_data=rows["eval"],
+            train_data=rows,
+            eval_data=eval_rows,
+            optimizer=optimizer,
             callbacks=[*callbacks, _Sample()] if config.eval.sample_prompts else callbacks,
-            compute_metrics=_text_metrics,
+            compute_metrics=lambda sums: _text_metrics(sums) | (compute_metrics(sums) if compute_metrics else {}),
             predict_fn=_token_losses,
+            step_hook=step_hook,
         )
         check_tensor(self.decoder, self.mesh.shape["tensor"])
         self.kernel = chosen_kernel(
@@ -86,6 +94,12 @@ class PretrainTrainer(Trainer):
     @property
     def flops_per_token(self) -> TokenFlops:
         return decoder_flops(self.decoder, self.config.max_length)
+
+    def rows_of(self, data: Any) -> Rows:
+        """Paths, texts or rows of tokens as rows, in order."""
+        if _is_path(data) or is_texts(data):
+            return build_eval(self.config, self.tokenizer, _paths(data) if _is_path(data) else data)
+        return super().rows_of(data)
 
     def sample(self, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.7, seed: int = 0) -> str:
         """Continues a text: short, with a full forward pass a token."""
@@ -140,6 +154,8 @@ def next_token(labels_BL: jax.Array) -> jax.Array:
 
 def _text_metrics(sums: Sums) -> dict[str, float]:
     loss, tokens = sums["loss"]
+    if not tokens:  # not one target in the whole set
+        return {}
     metrics = {"perplexity": perplexity(loss / tokens)}
     text_bytes = sums.get("_bytes", (0.0, 0.0))[0]
     if text_bytes:
@@ -149,7 +165,11 @@ def _text_metrics(sums: Sums) -> dict[str, float]:
 
 def _token_losses(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """For `predict`: the log-probability of every label [b, L] (at its own place), 0 where there is none."""
-    logits = model(batch["input_ids"], (batch["segment_ids"] > 0).astype(jnp.int32), batch["position_ids"])  # type: ignore[operator]
+    hidden = model.hidden(  # type: ignore[attr-defined]
+        batch["input_ids"], position_ids=batch["position_ids"], segment_ids=batch["segment_ids"]
+    )
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = jnp.einsum("bld,dv->blv", hidden, model.head(), preferred_element_type=wide)  # type: ignore[attr-defined]
     targets = next_token(batch["labels"])
     live = targets != IGNORE
     logprobs = jax.nn.log_softmax(logits)
@@ -179,14 +199,35 @@ def _is_path(data: Any) -> bool:
     return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
 
 
-def _with_arguments(config: Config, model: str | None, train: Any, held_out: Any) -> Config:
+def _paths(data: Any) -> list[str]:
+    return [str(data)] if isinstance(data, str | Path) else [str(path) for path in data]
+
+
+def _rows(config: Config, tokenizer: Tokenizer, train: Any, held_out: Any) -> tuple[Any, Any]:
+    """Rows for training and evaluation from what the config and the arguments name."""
+    named = held_out is None or _is_path(held_out)  # then data.eval says it
+    if train is None or _is_path(train) or is_texts(train):
+        rows, eval_rows = build_data(config, tokenizer, train=train if is_texts(train) else None, hold_out=named)
+    elif named and isinstance(config.data.eval, float):
+        raise ConfigError(
+            f"data.eval: {config.data.eval} of rows of tokens: only texts can be divided", "pass eval_dataset"
+        )
+    else:
+        rows = train
+        eval_rows = build_eval(config, tokenizer, config.data.eval) if named and config.data.eval else None
+    if not named:
+        eval_rows = build_eval(config, tokenizer, held_out) if is_texts(held_out) else held_out
+    return rows, eval_rows
+
+
+def _with_arguments(config: Config, model: str | dict[str, Any] | None, train: Any, held_out: Any) -> Config:
     changes: dict[str, Any] = {}
     if model is not None:
-        changes["model"] = config.model.model_dump() | {"preset": model}
+        changes["model"] = config.model.model_dump() | ({"preset": model} if isinstance(model, str) else model)
     data = config.data.model_dump()
     for name, given in (("train", train), ("eval", held_out)):
         if given is not None and _is_path(given):
-            data[name] = [str(given)] if isinstance(given, str | Path) else [str(path) for path in given]
+            data[name] = _paths(given)
     if data != config.data.model_dump():
         changes["data"] = data
     config = load_config(config, changes) if changes else config

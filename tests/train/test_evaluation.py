@@ -56,9 +56,7 @@ def test_sums_are_added_in_float64(tmp_path):
     weight = np.ones(9, np.float32)
     weight[0] = 2.0**24
     counts = []
-    trainer = make(
-        tmp_path, eval={"batch_size": 1}, compute_metrics=lambda sums: counts.append(sums["loss"][1]) or {}
-    )
+    trainer = make(tmp_path, eval={"batch_size": 1}, compute_metrics=lambda sums: counts.append(sums["loss"][1]) or {})
     trainer.evaluate(examples(9) | {"row_weight": weight})
     assert counts == [2.0**24 + 8]
 

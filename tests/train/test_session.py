@@ -80,7 +80,7 @@ def test_harmless_changes_are_said_and_the_run_goes_on(tmp_path, capsys):
 
 
 def test_resume_never_refuses_a_directory_that_holds_checkpoints(finished):
-    with pytest.raises(ConfigError, match="checkpoint.resume is never"):
+    with pytest.raises(ConfigError, match=r"checkpoint.resume is never"):
         make(finished[0], checkpoint={"resume": "never"}).fit()
 
 
@@ -139,7 +139,7 @@ def test_init_from_takes_the_parameters_and_begins_anew(source, finished, tmp_pa
         np.testing.assert_array_equal(look.ema[name], look.params[name])
     assert look.counters == (0, 0) and not any(look.moments)
     assert trainer.counters.step == 2
-    assert [event["event"] for event in read_events(tmp_path)][0] == "start"
+    assert read_events(tmp_path)[0]["event"] == "start"
     again = make(  # started again it resumes, and does not go back to the parameters of the other run
         tmp_path, rows=examples(seed=5), seed=3, max_steps=2, checkpoint={"init_from": str(path)},
         optimizer={"name": "adamw", "ema_decay": 0.5},

@@ -22,7 +22,9 @@ def test_the_last_part_of_an_epoch_is_a_step_of_its_own():
 def test_epochs_are_counted_exactly():
     # 1.1 steps an epoch; in floats 10 * 1.1 is more than 11
     table = {"rows_per_step": 10, "rows": range(11)}
-    assert timetable(num_train_epochs=10, **table).max_steps == timetable(max_steps="10 epochs", **table).max_steps == 11
+    assert (
+        timetable(num_train_epochs=10, **table).max_steps == timetable(max_steps="10 epochs", **table).max_steps == 11
+    )
     assert timetable(num_train_epochs=0.1, rows_per_step=10, rows=range(100)).max_steps == 1
 
 
@@ -35,7 +37,9 @@ def test_lengths_may_be_steps_ratios_percent_tokens_and_epochs():
         max_steps=100, max_length=32, eval={"eval_steps": 0.045}, checkpoint={"save_steps": "30%"}, logging_steps=7
     )
     assert (table.eval_every, table.save_every, table.log_every) == (5, 30, 7)  # 4.5 is rounded up
-    table = timetable(max_steps="1e5 tokens", max_length=32, eval={"eval_steps": "1 epoch"}, checkpoint={"save_steps": 0})
+    table = timetable(
+        max_steps="1e5 tokens", max_length=32, eval={"eval_steps": "1 epoch"}, checkpoint={"save_steps": 0}
+    )
     assert table.max_steps == 49  # 1e5 / (64 * 32) = 48.8
     assert (table.eval_every, table.save_every) == (8, 0)
 
@@ -60,7 +64,7 @@ def test_a_fast_dev_run_has_its_own_length(value, steps):
 
 
 def test_epochs_without_data_are_refused():
-    with pytest.raises(ConfigError, match="2 epochs.*the size of an epoch"):
+    with pytest.raises(ConfigError, match=r"2 epochs.*the size of an epoch"):
         timetable(max_steps="2 epochs", rows=None)
 
 

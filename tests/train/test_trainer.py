@@ -275,7 +275,10 @@ def test_sigterm_saves_and_says_so_and_the_line_of_the_step_stays_its_own(tmp_pa
     assert caught.value.exit_code == Exit.PREEMPTED_SAVED == 10
     assert diary.steps("save") == [2] == checkpoints(tmp_path)
     assert read_events(tmp_path, "preempted")[0]["saved"] is True
-    assert [(line["step"], line["loss"] is None) for line in read_metrics(tmp_path, "train")] == [(1, False), (2, False)]
+    assert [(line["step"], line["loss"] is None) for line in read_metrics(tmp_path, "train")] == [
+        (1, False),
+        (2, False),
+    ]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed = make(tmp_path, **fields)
     resumed.fit()

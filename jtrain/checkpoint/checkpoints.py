@@ -36,7 +36,7 @@ class Checkpoints:
     save that is still on its way would be lost.
 
     Args:
-      run_dir: folder or URL; with several processes one that all of them see.
+      run_dir: folder or URL; made if it is not there; with several processes one that all of them see.
       save_total_limit: checkpoints kept; None: all. The newest and the best always stay.
       keep_best: how many of the best stay.
       best_metric: name in `metrics` that decides what is best; None: no best is kept.
@@ -46,6 +46,9 @@ class Checkpoints:
         `durable` and `save_failed` come from a background thread.
       max_save_failures: failed saves in a row that are retried at the next save; one more ends the run.
       read_only: leaves everything as it is: nothing is swept or moved away, and `save` is refused.
+
+    Raises:
+      StorageError: the folder can't be made.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class Checkpoints:
         max_save_failures: int = 3,
         read_only: bool = False,
     ):
-        self.run_dir = epath.Path(run_dir)
-        self.root = layout.checkpoints_root(run_dir)
+        self.run_dir = layout.run_path(run_dir)
+        self.root = layout.checkpoints_root(self.run_dir)
         self._limit, self._keep_best, self._best_mode = save_total_limit, keep_best, best_mode
         self._best_metric = best_metric
         self._async_save = async_save
@@ -76,6 +79,7 @@ class Checkpoints:
         self._own: set[int] = set()  # steps of this run's line: saved or restored here
         self._manifests: dict[int, Manifest] = {}
         if not read_only and peers.index() == 0:
+            files.make_folder(self.run_dir)
             self._sweep()
         found = peers.exchange("checkpoint_steps", layout.finished_steps(self.root) if peers.index() == 0 else None)[0]
         self._durable_step: int | None = found[-1] if found else None

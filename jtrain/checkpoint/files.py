@@ -126,6 +126,18 @@ def cannot_heal(number: int) -> bool:
     return number in _CANNOT_HEAL
 
 
+def make_folder(path: epath.Path) -> None:
+    """Makes a folder and its parents where they are missing.
+
+    Raises:
+      StorageError: it can't be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(path, error.errno or errno.EIO, "can't be made") from error
+
+
 def storage_error(path: epath.Path | str, number: int, doing: str) -> StorageError:
     """A StorageError that names the path, the operating system's reason and what to do."""
     if number in _FULL:

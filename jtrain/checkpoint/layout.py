@@ -14,6 +14,8 @@ A step without a manifest does not exist: its save was not finished.
 
 from __future__ import annotations
 
+import os
+
 from etils import epath
 
 MANIFEST = "manifest.json"
@@ -22,6 +24,12 @@ QUARANTINE = "_quarantine"
 SUPERSEDED = "_superseded"
 TRASH = "_trash"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def run_path(run_dir: epath.PathLike) -> epath.Path:
+    """The run directory as an absolute path (Orbax wants one), or the URL that it is."""
+    text = os.fspath(run_dir)
+    return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
 
 
 def checkpoints_root(run_dir: epath.PathLike) -> epath.Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import time
 import uuid
 from typing import Any
@@ -15,6 +14,7 @@ from etils import epath
 from jtrain.checkpoint import peers
 from jtrain.checkpoint.failures import describe, unpack
 from jtrain.checkpoint.files import remove_tree, storage_errno, storage_error, write_atomic
+from jtrain.checkpoint.layout import run_path
 from jtrain.errors import ConfigError, StorageError
 
 _IDENTITY = ".run.json"
@@ -44,8 +44,7 @@ def open_run_dir(path: epath.PathLike) -> RunDir:
       StorageError: it can't be made or written; names the path.
       ConfigError: the path is a file.
     """
-    text = os.fspath(path)
-    folder = epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
+    folder = run_path(path)
     answer: dict[str, Any] | None = None
     if peers.index() == 0:
         try:

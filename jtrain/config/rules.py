@@ -93,7 +93,7 @@ def resolve_steps(
     total: int | None = None,
     *,
     tokens_per_step: int | None = None,
-    steps_per_epoch: int | float | None = None,
+    steps_per_epoch: float | Fraction | None = None,
 ) -> int:
     """The number of optimizer steps that a length means, rounded up.
 

@@ -105,12 +105,13 @@ class PretrainTrainer(Trainer):
         """Continues a text: short, with a full forward pass a token."""
         if self._sampler is None:
             self._sampler = Sampler(self.program)
-        ids = self.tokenizer.encode_batch([prompt])[0] or [self.tokenizer.eos_id]
+        tokenizer = self.tokenizer
+        begin = next(token for token in (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) if token is not None)
         new = self._sampler(
-            self.state, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
-            stop=self.tokenizer.eos_id, length=self.config.max_length,
+            self.state, tokenizer.encode_batch([prompt])[0] or [begin], max_new_tokens=max_new_tokens,
+            temperature=temperature, seed=seed, stop=tokenizer.eos_id, length=self.config.max_length,
         )  # fmt: skip
-        return self.tokenizer.decode(new)
+        return tokenizer.decode(new)
 
     _sampler: Sampler | None = None
 

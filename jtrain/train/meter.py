@@ -47,13 +47,17 @@ class Meter:
         self._tokens += int(host["tokens"])
         sums = {name: float(total) / float(count) if count else None for name, (total, count) in host["sums"].items()}
         added = {name: float(value) for name, value in host.items() if name not in _OF_THE_STEP}  # by a step_hook
-        return sums | added | {
-            "loss": float(host["loss"]),
-            "learning_rate": float(host["learning_rate"]) if "learning_rate" in host else None,
-            "grad_norm": float(host["grad_norm"]),
-            "finite": bool(host["finite"]),
-            "batch_tokens": int(host["tokens"]),
-        }
+        return (
+            sums
+            | added
+            | {
+                "loss": float(host["loss"]),
+                "learning_rate": float(host["learning_rate"]) if "learning_rate" in host else None,
+                "grad_norm": float(host["grad_norm"]),
+                "finite": bool(host["finite"]),
+                "batch_tokens": int(host["tokens"]),
+            }
+        )
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """The train line of metrics.jsonl for the step that `values` belong to; begins the next interval."""
@@ -62,16 +66,15 @@ class Meter:
         per_device = None if rate is None else rate / self._devices
         flops = trainer.flops_per_token
         causal, legacy = (None, None) if flops is None else (flops.causal, flops.legacy)
-        known = causal is not None and per_device is not None
         record = {name: value for name, value in values.items() if name != "finite"} | {
             "tokens": trainer.counters.tokens,
             "examples": trainer.counters.examples,
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": per_device,
-            "mfu": mfu(causal, per_device, self._peak) if known else None,
-            "mfu_legacy": mfu(legacy, per_device, self._peak) if known else None,
-            "tflops_per_device": causal * per_device / 1e12 if known else None,
+            "mfu": mfu(causal, per_device, self._peak),
+            "mfu_legacy": mfu(legacy, per_device, self._peak),
+            "tflops_per_device": None if causal is None or per_device is None else causal * per_device / 1e12,
             "memory_gib": peak_memory_gib(),
             "data_wait_seconds": self._wait / self._steps,
             "skipped_steps": trainer.counters.skipped,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -100,7 +101,7 @@ def build_program(
     batch: BatchShape,
     max_steps: int,
     tokens_per_step: int | None = None,
-    steps_per_epoch: float | None = None,
+    steps_per_epoch: float | Fraction | None = None,
     optimizer: optax.GradientTransformation | None = None,
     step_hook: StepHook | None = None,
 ) -> Program:

@@ -228,8 +228,7 @@ class Trainer:
         if preempted:
             self.callbacks("on_preemption", self, step)
             saved = session.checkpoints is not None
-            if saved:
-                session.checkpoints.wait()
+            session.wait()
             session.emit("preempted", {"step": step, "saved": saved})
             raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
         if "stop" in requests and not last:  # asked for by a callback of the save: what a last step owes is made good
@@ -375,9 +374,10 @@ class Trainer:
         return state.ema if self.config.eval.use_ema and state.ema is not None else state.params
 
     def _loader(self) -> DataLoader:
-        batch = self.program.batch
+        batch, rows = self.program.batch, self.train_rows
+        assert rows is not None  # fit has seen to it
         return DataLoader(
-            self.train_rows,
+            rows,
             global_batch_size=batch.total,
             accumulation=batch.accumulation,
             sharding=self.program.batch_sharding,

@@ -87,7 +87,7 @@ def test_losses_and_rows_are_equal(parts, whole):
 
 
 def test_process_0_alone_prints_and_writes_the_files(parts):
-    config, folder, running = parts
+    _, folder, running = parts
     assert running[0].steps == list(range(1, STEPS + 1))
     assert all(other.out == "" and other.err == "" for other in running[1:])
     assert {path.name for path in (folder / "run").iterdir()} == FILES

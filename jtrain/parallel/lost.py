@@ -29,14 +29,17 @@ _WORD = "jtrain/ended"
 _LEFT = "jtrain/left"
 _SIGNS = (
     "gloo",
-    "nccl",
+    "remote process exited",  # NCCL
     "connection closed by peer",
     "connection reset by peer",
+    "failed to connect to all addresses",
     "socket closed",
     "heartbeat",
+    "barrier timed out",
     "coordination service",
     "coordination agent",
 )
+"""What stands in the messages of jax when a peer or the coordinator is gone."""
 _leaving = threading.Lock()
 _stop = threading.Event()
 

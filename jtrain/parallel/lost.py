@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -59,8 +60,9 @@ def prefix() -> str:
     return f"[process {process_id()}] " if process_id() else ""
 
 
+@functools.cache
 def watch() -> None:
-    """Starts to listen for the end of another process; an uncaught exception here is told to the others."""
+    """Starts, once, to listen for the end of another process; an uncaught exception here is told to the others."""
     thread = threading.Thread(target=_listen, name="jtrain-lost", daemon=True)
     thread.start()
 

@@ -43,7 +43,8 @@ def start(config: Config) -> list[jax.Device]:
         _compile_cache(config.compile_cache)
         if processes > 1 and not jax.distributed.is_initialized():
             _join(config.distributed)
-            lost.watch()
+    if lost.several():
+        lost.watch()
     if config.precision == "64-true":
         jax.config.update("jax_enable_x64", True)
     return _devices(config)

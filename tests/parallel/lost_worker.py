@@ -1,7 +1,7 @@
 """One process of two that train nothing: usage: lost_worker.py INDEX ADDRESS WHAT.
 
-WHAT: `wait` sleeps for a minute, `raise` and `refuse` end with an exception (a user's mistake is the second), `done`
-ends in an orderly way.
+WHAT: `wait` sleeps for a minute; `raise` ends with an exception; `refuse` with a user's mistake, `late` with the same
+one three seconds later; `done` ends in an orderly way.
 """
 
 import sys
@@ -21,6 +21,7 @@ if __name__ == "__main__":
         time.sleep(60)
     elif what == "raise":
         raise KeyError("odd thing")
-    elif what == "refuse":
+    elif what in ("refuse", "late"):
+        time.sleep(3 * (what == "late"))
         raise DataError("corpus.txt is empty")
     processes.shutdown()

@@ -58,7 +58,7 @@ def test_an_exception_in_process_0_ends_the_one_that_waits():
 
 
 def test_the_same_mistake_in_both_keeps_its_exit_code():
-    codes, errors, _ = run("refuse", "refuse")
+    codes, errors, _ = run("refuse", "late")
     assert codes == [65, 65], errors
 
 

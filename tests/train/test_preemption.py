@@ -12,6 +12,7 @@ import pytest
 from jtrain import Callback
 from jtrain.errors import Exit, Preempted
 from jtrain.observe.metrics import read_metrics
+from jtrain.train.session import Session
 from tests.train.fits import Diary, checkpoints, examples, make
 
 
@@ -88,10 +89,16 @@ def test_so_is_what_the_last_step_owes(tmp_path, undisturbed):
     assert diary.entries == [("fit", 10), ("evaluate", 10), ("end", 10)]
 
 
-def test_a_signal_during_the_last_save_does_not_cut_it_off(tmp_path, undisturbed):
+def test_a_signal_during_the_last_save_does_not_cut_it_off(tmp_path, undisturbed, monkeypatch):
+    handlers = []
+    close = Session.close
+    monkeypatch.setattr(
+        Session, "close", lambda session: (handlers.append(signal.getsignal(signal.SIGTERM)), close(session))
+    )
     trainer = run(tmp_path, [At("on_save", 10)])
     trainer.fit()
     assert outcome(trainer) == undisturbed and checkpoints(tmp_path) == [10]
+    assert handlers != [signal.SIG_DFL]  # what is under way is finished before the signal can kill
 
 
 def test_the_step_of_a_dry_run_is_not_saved_and_the_exit_code_says_so(tmp_path):

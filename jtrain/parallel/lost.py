@@ -2,7 +2,8 @@
 
 Its peers would wait for it in a collective for ever. So whoever leaves tells the coordinator first, and in every
 process a thread looks for such a word. A peer that is killed says nothing: then the network tells, by an error in a
-collective within a second, or the heartbeat of `jax.distributed`, which aborts the process after 100 s.
+collective within a second, or the heartbeat of `jax.distributed` after 100 s. When the coordinator itself (process 0)
+is killed, jax aborts the others at once (SIGABRT) and no code of ours runs.
 """
 
 from __future__ import annotations

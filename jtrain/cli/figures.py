@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jtrain import Callback, Checkpoints, DataLoader, PretrainTrainer, load_config, make_mesh
+from jtrain import Callback, Checkpoints, DataLoader, PretrainTrainer, Trainer, load_config, make_mesh
 from jtrain.data.packing import plan_rows
 from jtrain.data.rows import PackedRows, TrainRows
 from jtrain.data.store import TokenStore
@@ -58,7 +58,9 @@ def trainer() -> Figures:
     overhead = statistics.median(a - b for a, b in zip(turns.mine, turns.others, strict=True))
     return {
         "trainer_step_ms": figure(1e3 * mine, "ms", against="hand-written loop", ratio=mine / other),
-        "trainer_overhead_ms": figure(1e3 * overhead, "ms a step", against=f"{1e3 * other:.2f} ms", ratio=overhead / other),
+        "trainer_overhead_ms": figure(
+            1e3 * overhead, "ms a step", against=f"{1e3 * other:.2f} ms", ratio=overhead / other
+        ),
     }
 
 
@@ -71,7 +73,7 @@ class _Turns(Callback):
         self.other: Any = None
         self._started: float | None = None
 
-    def on_step_end(self, trainer: PretrainTrainer, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         if step < 2 or (step - 2) % _STEPS:
             return
         jax.block_until_ready(trainer.state)  # the step in flight is this turn's
@@ -130,7 +132,9 @@ def loader() -> Figures:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     tokens = 100 * 64 * 2048
     return {
-        "loader_tokens_per_core": figure(tokens / cpu, "tokens/CPU-s", against="20M tokens/CPU-s", ratio=tokens / cpu / 20e6),
+        "loader_tokens_per_core": figure(
+            tokens / cpu, "tokens/CPU-s", against="20M tokens/CPU-s", ratio=tokens / cpu / 20e6
+        ),
         "loader_tokens_per_second": figure(tokens / wall, "tokens/s"),
     }
 
@@ -141,7 +145,9 @@ def save() -> Figures:
     mesh = make_mesh("fsdp=-1,data=1")
     place = NamedSharding(mesh, PartitionSpec("fsdp"))
     columns = 2**16
-    state = {"x": jax.device_put(np.random.default_rng(0).random((_SAVE_BYTES // 4 // columns, columns), np.float32), place)}
+    state = {
+        "x": jax.device_put(np.random.default_rng(0).random((_SAVE_BYTES // 4 // columns, columns), np.float32), place)
+    }
     with _folder() as folder, Checkpoints(folder, save_total_limit=1) as checkpoints:
         for step in range(1, 9):
             started = time.perf_counter()
@@ -179,15 +185,21 @@ def startup() -> Figures:
 def hlo() -> Figures:
     """Lines of the optimised program of a small decoder's training step."""
     sizes = {layers: _hlo_lines(layers) for layers in (4, 32)}
-    return {"hlo_lines_32_layers": figure(sizes[32], "lines", against=f"{sizes[4]} at 4 layers", ratio=sizes[32] / sizes[4])}
+    return {
+        "hlo_lines_32_layers": figure(sizes[32], "lines", against=f"{sizes[4]} at 4 layers", ratio=sizes[32] / sizes[4])
+    }
 
 
 def _hlo_lines(layers: int) -> int:
     config, mesh, batch = mesh_and_batch(
-        load_config({"max_steps": 1, "max_length": 64, "global_batch_size": len(jax.devices()), "precision": "32-true"}),
+        load_config(
+            {"max_steps": 1, "max_length": 64, "global_batch_size": len(jax.devices()), "precision": "32-true"}
+        ),
         jax.devices(),
     )
-    shape = shape_of("llama-tiny", num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=2)
+    shape = shape_of(
+        "llama-tiny", num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=2
+    )
     program = build_program(
         config, lambda rngs: Decoder(shape, rngs), pretrain_loss(), mesh=mesh, batch=batch, max_steps=1
     )
@@ -262,4 +274,3 @@ def _timed(command: list[str]) -> float:
     started = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"JAX_COMPILATION_CACHE_DIR": ""})
     return time.perf_counter() - started
-

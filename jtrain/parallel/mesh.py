@@ -84,6 +84,8 @@ def _slices_of(devices: list[jax.Device], slices: int) -> list[list[jax.Device]]
         return [devices[i * size : (i + 1) * size] for i in range(slices)]
     if len(by_slice) != slices or len({len(group) for group in by_slice.values()}) != 1:
         found = ", ".join(f"slice {index}: {len(group)}" for index, group in sorted(by_slice.items()))
-        raise ConfigError(f"mesh.slices={slices}, but the devices lie in {len(by_slice)} slices ({found})",
-                          f"write mesh.slices: {len(by_slice)}")
+        raise ConfigError(
+            f"mesh.slices={slices}, but the devices lie in {len(by_slice)} slices ({found})",
+            f"write mesh.slices: {len(by_slice)}",
+        )
     return [by_slice[index] for index in sorted(by_slice)]

@@ -49,7 +49,9 @@ def make_rules(overrides: Mapping[str, Sequence[str]] | None = None) -> Rules:
     for name, axes in (overrides or {}).items():
         for axis in axes:
             if axis not in AXES:
-                raise ConfigError(f"sharding.rules.{name} names the mesh axis {axis!r}", f"known axes: {', '.join(AXES)}")
+                raise ConfigError(
+                    f"sharding.rules.{name} names the mesh axis {axis!r}", f"known axes: {', '.join(AXES)}"
+                )
         if len(set(axes)) != len(axes):
             raise ConfigError(f"sharding.rules.{name} names a mesh axis twice: {list(axes)}", "name each axis once")
         rules[name] = tuple(axes)
@@ -98,9 +100,7 @@ def extend_spec(spec: PartitionSpec, shape: Sequence[int], axes: Sequence[str], 
     return PartitionSpec(*[tuple(entry) or None for entry in placed])
 
 
-def shard_like_parameters(
-    tx: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
-) -> tuple[Any, Any]:
+def shard_like_parameters(tx: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh) -> tuple[Any, Any]:
     """Shapes and shardings of any optax chain's state: what mirrors a parameter lies as `shardings` says.
 
     Args:
@@ -137,9 +137,7 @@ def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
 
 def bytes_per_device(tree: Any) -> int:
     """Bytes that one device holds of a tree of arrays or ShapeDtypeStructs with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _divides(sharding: NamedSharding, shape: Sequence[int]) -> bool:
@@ -156,9 +154,7 @@ def _ways(axes: Sequence[str], mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _place(
-    axis: str, placed: list[list[str]], shape: Sequence[int], dimensions: Sequence[int], mesh: Mesh
-) -> None:
+def _place(axis: str, placed: list[list[str]], shape: Sequence[int], dimensions: Sequence[int], mesh: Mesh) -> None:
     """Adds `axis` to the dimension whose shards are largest, among those that it divides; nowhere if there is none."""
     fits = [i for i in dimensions if shape[i] % (_ways(placed[i], mesh) * mesh.shape[axis]) == 0]
     if fits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import jax
 
 from jtrain.observe.devices import peak_flops
 from jtrain.observe.flops import mfu
+from jtrain.observe.hlo import analyze
 from jtrain.observe.memory import peak_memory_gib
 
 if TYPE_CHECKING:
@@ -64,17 +66,16 @@ class Meter:
         trainer = self._trainer
         rate = self._tokens / self._seconds if self._seconds else None
         per_device = None if rate is None else rate / self._devices
-        flops = trainer.flops_per_token
-        causal, legacy = (None, None) if flops is None else (flops.causal, flops.legacy)
+        causal, legacy = self._flops_per_second(per_device)
         record = {name: value for name, value in values.items() if name != "finite"} | {
             "tokens": trainer.counters.tokens,
             "examples": trainer.counters.examples,
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": per_device,
-            "mfu": mfu(causal, per_device, self._peak),
-            "mfu_legacy": mfu(legacy, per_device, self._peak),
-            "tflops_per_device": None if causal is None or per_device is None else causal * per_device / 1e12,
+            "mfu": mfu(causal, 1.0, self._peak),
+            "mfu_legacy": mfu(legacy, 1.0, self._peak),
+            "tflops_per_device": None if causal is None else causal / 1e12,
             "memory_gib": peak_memory_gib(),
             "data_wait_seconds": self._wait / self._steps,
             "skipped_steps": trainer.counters.skipped,
@@ -83,3 +84,20 @@ class Meter:
         self._seconds = self._wait = 0.0
         self._tokens = self._steps = 0
         return record
+
+    def _flops_per_second(self, tokens_per_second: float | None) -> tuple[float | None, float | None]:
+        """FLOP/s of one device by both conventions, causal and legacy.
+
+        A decoder's are those of its mathematics. Of another model they are those of the compiled step, recomputation
+        included: there is one convention for them, and the second is None.
+        """
+        flops = self._trainer.flops_per_token
+        if flops is None:
+            return (self._walked_flops / (self._seconds / self._steps) if self._seconds else None), None
+        if tokens_per_second is None:
+            return None, None
+        return flops.causal * tokens_per_second, flops.legacy * tokens_per_second
+
+    @functools.cached_property
+    def _walked_flops(self) -> int:
+        return analyze(self._trainer.train_step.latest.as_text()).flops

@@ -89,9 +89,7 @@ def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> Fun
         return _pure(drawn), _pure(kept)
 
     pure = _pure(params)
-    return FunctionalModel(
-        init, pure, _pure(variables), _names(params, pure), graphdef, (params, variables, random)
-    )
+    return FunctionalModel(init, pure, _pure(variables), _names(params, pure), graphdef, (params, variables, random))
 
 
 def _abstract(split: Callable[[jax.Array], tuple[Any, Any, Any, Any]]) -> tuple[Any, Any, Any, Any]:

@@ -129,7 +129,9 @@ def _muon(config: OptimizerConfig, params: Any, names: Any) -> optax.GradientTra
     def matrices(masked: Any) -> Any:  # partition hands over a tree whose other leaves are masked nodes
         return jax.tree.map(
             lambda d, p: optax.MaskedNode() if isinstance(p, optax.MaskedNode) else d,
-            dimensions, masked, is_leaf=lambda x: is_leaf(x) or isinstance(x, optax.MaskedNode),
+            dimensions,
+            masked,
+            is_leaf=lambda x: is_leaf(x) or isinstance(x, optax.MaskedNode),
         )
 
     rule = contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=matrices)

@@ -7,7 +7,7 @@ hardware that is not here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -60,8 +60,8 @@ class Program:
     schedule: Schedule | None
     plan: StatePlan
     batch: BatchShape
-    train_step: Callable[..., Any]
-    eval_step: Callable[..., Any]
+    train_step: Any
+    eval_step: Any
     batch_sharding: NamedSharding
 
     def init(self) -> TrainState:

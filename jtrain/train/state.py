@@ -195,8 +195,10 @@ def _with(shapes: Any, places: Any) -> Any:
 def _float32(tree: Any) -> Any:
     """Averages are kept in float32 (or wider): a step of 1e-4 would vanish in bfloat16."""
     return jax.tree.map(
-        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else leaf,
+        lambda leaf: (
+            leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+            else leaf
+        ),
         tree,
     )

@@ -66,35 +66,34 @@ def make_train_step(
     """
     precision = plan.precision
 
-    def gradients_of(trained: Any, state: TrainState, variables: Any, micro: Batch, rng: jax.Array, scale: Any) -> Any:
-        """Gradients of the scaled sum of one micro-batch, and its loss."""
+    def gradients_of(params: Any, variables: Any, micro: Batch, rng: jax.Array, scale: jax.Array) -> Any:
+        """Gradients of the scaled sum of one micro-batch, its loss, and the variables after it."""
 
         def scaled_sum(trained: Any) -> tuple[jax.Array, tuple[Loss, Any]]:
-            params = precision.cast(combine(trained, state.params, plan.trainable))
-            module = model.merge(params, variables, _per_micro_batch(rng, micro))
+            whole = precision.cast(combine(trained, params, plan.trainable))
+            module = model.merge(whole, variables, _per_micro_batch(rng, micro))
             module.train()
             loss = loss_fn(module, micro, rng)
             return loss.sum * scale, (loss, model.variables_of(module))
 
-        grads, (loss, variables) = jax.grad(scaled_sum, has_aux=True)(trained)
+        grads, (loss, variables) = jax.grad(scaled_sum, has_aux=True)(select(params, plan.trainable))
         return _accumulation_dtype(grads, plan), loss, variables
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         state = _to_device(state, plan.abstract)
         rng = stream_key(seed, TRAIN_STREAM, state.step + state.skipped)
         scale = _scale(state, batch, precision)
-        trained = select(state.params, plan.trainable)
 
         def one(carry: Any, micro: Batch) -> tuple[Any, None]:
             total, variables = carry
-            grads, loss, variables = gradients_of(trained, state, variables, micro, rng, scale)
+            grads, loss, variables = gradients_of(state.params, variables, micro, rng, scale)
             return (jax.tree.map(jnp.add, total, (grads, loss)), variables), None
 
         first = jax.tree.map(lambda x: x[0], batch)
-        if len(first) and next(iter(batch.values())).shape[0] == 1:
-            grads, loss, variables = gradients_of(trained, state, state.variables, first, rng, scale)
+        if next(iter(batch.values())).shape[0] == 1:
+            grads, loss, variables = gradients_of(state.params, state.variables, first, rng, scale)
         else:
-            shapes = jax.eval_shape(gradients_of, trained, state, state.variables, first, rng, scale)[:2]
+            shapes = jax.eval_shape(gradients_of, state.params, state.variables, first, rng, scale)[:2]
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             zeros = (_constrain(zeros[0], plan), zeros[1])
             ((grads, loss), variables), _ = jax.lax.scan(one, (zeros, state.variables), batch)
@@ -217,8 +216,8 @@ def _tokens(batch: Batch) -> jax.Array:
 def _to_device(tree: Any, abstract: Any) -> Any:
     """Brings what the plan keeps in host memory to the device; the step's out_shardings take it back."""
 
-    def one(leaf: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        place = abstract.sharding
+    def one(leaf: jax.Array, planned: jax.ShapeDtypeStruct) -> jax.Array:
+        place = planned.sharding
         return jax.device_put(leaf, place.with_memory_kind("device")) if place.memory_kind == "pinned_host" else leaf
 
     return jax.tree.map(one, tree, abstract)

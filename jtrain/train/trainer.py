@@ -294,7 +294,7 @@ class Trainer:
 
     @property
     def flops_per_token(self) -> TokenFlops | None:
-        """Model FLOPs of a token in training; None where the model's shape is not known (then MFU is null)."""
+        """Model FLOPs of a token in training; None where its shape is not known (the compiled step is then walked)."""
         return None
 
     @property

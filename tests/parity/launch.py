@@ -19,6 +19,9 @@ WORKER = Path(__file__).with_name("process_worker.py")
 # Compiling is most of the cost of these runs: level 0 halves it.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
+# What gloo prints, from several threads at once: its words may come in any order.
+GLOO = re.compile(r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d+")
+
 
 @dataclass
 class Running:
@@ -31,7 +34,7 @@ class Running:
     @property
     def out(self) -> str:
         lines = (self.folder / f"{self.name}.out").read_text().splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("[Gloo]"))
+        return "".join(line for line in lines if GLOO.sub("", line).strip())
 
     @property
     def err(self) -> str:

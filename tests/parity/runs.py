@@ -11,7 +11,7 @@ import numpy as np
 
 from jtrain import Callback, PretrainTrainer
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew strong potions at dawn".split()
+WORDS = """the quick brown fox jumps over a lazy dog while seven wizards brew strong potions at dawn""".split()  # noqa: SIM905
 STEPS = 12
 
 
@@ -52,7 +52,12 @@ def settings(corpus: list[str], run_dir: Path, **changes: Any) -> dict[str, Any]
             "dropout": 0.1,
             "remat": "none",
         },
-        "data": {"train": corpus, "weights": [2.0, 1.0], "packing": "best_fit", "cache_dir": str(run_dir.parent / "cache")},
+        "data": {
+            "train": corpus,
+            "weights": [2.0, 1.0],
+            "packing": "best_fit",
+            "cache_dir": str(run_dir.parent / "cache"),
+        },
         "optimizer": {"learning_rate": 3e-3},
         "checkpoint": {"save_steps": 0, "best": None},
         "logging": {"log_every_n_steps": 1, "trackers": []},

@@ -68,4 +68,3 @@ def test_further_meshes_change_nothing(name, corpus, reference, tmp_path):
 def test_the_reference_learns(reference):
     lines = reference[1]
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
-

@@ -47,7 +47,11 @@ def test_eight_then_four_then_one_device_use_the_same_rows_and_reach_the_same_lo
     _, lines, rows = uninterrupted
     run_dir = tmp_path / "run"
     used, losses = {}, {}
-    for devices, mesh, stop in ((8, {"data": 2, "fsdp": 2, "tensor": 2}, 4), (4, {"fsdp": 4, "data": 1}, 8), (1, {}, None)):
+    for devices, mesh, stop in (
+        (8, {"data": 2, "fsdp": 2, "tensor": 2}, 4),
+        (4, {"fsdp": 4, "data": 1}, 8),
+        (1, {}, None),
+    ):
         accumulation = 1 if devices == 4 else 2
         config = settings(corpus, run_dir, devices=devices, mesh=mesh, gradient_accumulation_steps=accumulation)
         trainer, ledger = train(config, stop_at=stop)

@@ -31,18 +31,20 @@ class Linear(nnx.Module):
 def squared_error(model, batch, rng):
     """Sum of squared errors over the rows whose weight is not 0."""
     error = model(batch["x"]) - batch["y"]
-    return Loss((batch["weight"] * error**2).sum(), batch["weight"].sum(), {"absolute": (jnp.abs(error).sum(), error.size)})
+    return Loss(
+        (batch["weight"] * error**2).sum(), batch["weight"].sum(), {"absolute": (jnp.abs(error).sum(), error.size)}
+    )
 
 
-def linear_program(accumulation: int = 1, *, loss_fn: Any = squared_error, model: Any = Linear, **config: Any) -> Program:
+def linear_program(
+    accumulation: int = 1, *, loss_fn: Any = squared_error, model: Any = Linear, **config: Any
+) -> Program:
     """On one device; plain gradient descent with rate 1 unless the config says otherwise."""
     tx = config.pop("tx", optax.sgd(1.0))
     fields = {"precision": "32-true", "max_steps": 10, "optimizer": {"max_grad_norm": 0.0}} | config
     fields |= {"global_batch_size": ROWS, "gradient_accumulation_steps": accumulation}
     checked, mesh, batch = mesh_and_batch(load_config(fields, env={}), jax.devices()[:1])
-    return build_program(
-        checked, model, loss_fn, mesh=mesh, batch=batch, max_steps=10, optimizer=tx, step_hook=None
-    )
+    return build_program(checked, model, loss_fn, mesh=mesh, batch=batch, max_steps=10, optimizer=tx, step_hook=None)
 
 
 def linear_batch(accumulation: int = 1, seed: int = 0, **changes: np.ndarray) -> dict[str, np.ndarray]:
@@ -55,5 +57,3 @@ def linear_batch(accumulation: int = 1, seed: int = 0, **changes: np.ndarray) ->
         "row": np.arange(ROWS, dtype=np.int32),
     } | changes
     return {name: v.reshape(accumulation, ROWS // accumulation, *v.shape[1:]) for name, v in rows.items()}
-
-

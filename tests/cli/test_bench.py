@@ -1,0 +1,25 @@
+import json
+
+import pytest
+
+from jtrain.cli.bench import FIGURES
+from jtrain.cli.main import main
+
+
+def test_a_figure_has_value_unit_comparison_and_ratio(capsys):
+    assert main(["bench", "help", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert set(figures["help_seconds"]) == {"value", "unit", "against", "ratio"}
+    assert 0 < figures["help_seconds"]["value"] == figures["help_seconds"]["ratio"]
+
+
+def test_every_figure_that_the_help_page_names_can_be_measured():
+    from jtrain.cli import figures
+
+    assert all(callable(getattr(figures, name)) for name in FIGURES)
+
+
+@pytest.mark.parametrize("args", (["hepl"], ["--fast"]))
+def test_an_unknown_figure_or_flag_is_answered_with_64(args, capsys):
+    assert main(["bench", *args]) == 64
+    assert "bench" in capsys.readouterr().err

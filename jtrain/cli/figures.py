@@ -95,7 +95,7 @@ def _hand_written(subject: PretrainTrainer) -> Any:
     place = NamedSharding(program.mesh, PartitionSpec())
     weights = jax.device_put(weights, place)
     memory = jax.device_put(tx.init(weights), place)
-    batch = subject._loader()[0]
+    batch = subject.train_loader()[0]
     loss_of = pretrain_loss()
 
     def objective(weights: Any, micro: Any) -> jax.Array:

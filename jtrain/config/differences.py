@@ -60,6 +60,10 @@ def differences(
       (harmless, refused): what may change and is logged; and what needs a new run.
     """
     before, after = _comparable(old), _comparable(new)
+    # Where the processes meet is another place at every start.
+    for flat in (before, after):
+        for field in [field for field in flat if field.startswith("distributed.")]:
+            del flat[field]
     changed = [
         Difference(field, before.get(field), after.get(field))
         for field in dict.fromkeys([*names.fields(), *before])

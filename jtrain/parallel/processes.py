@@ -55,24 +55,11 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits for every process; nothing when there is one."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def agree(value: Any) -> Any:
     """Process 0's value of a number or a small numpy array, on every process."""
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(np.asarray(value))
-
-
-def any_process(flag: bool) -> bool:
-    """Whether `flag` holds on any process. A collective: every process has to call it at the same place."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
 def _backend_is_up() -> bool:

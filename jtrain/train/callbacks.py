@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,3 +136,12 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
+
+
+def early_stopping(config: Config) -> list[Callback]:
+    """The callback that `eval.early_stopping_patience` asks for, if it does."""
+    section, watched = config.eval, config.checkpoint
+    if not section.early_stopping_patience:
+        return []
+    metric = watched.best or "eval_loss"
+    return [EarlyStopping(metric, watched.best_mode, section.early_stopping_patience, section.early_stopping_threshold)]

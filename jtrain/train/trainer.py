@@ -1,8 +1,7 @@
-"""The Trainer: any Flax model, any loss, any mesh. `fit` is the loop; read it first.
+"""The Trainer: any Flax model, any loss, any mesh.
 
-Step k means that k updates have been applied. Batches are numbered by use: batch i = updates + skipped steps so far, so
-that data and randomness are functions of (seed, i) and a resumed run reads on where it stopped. Figures of a step are
-read while the next one runs; only an evaluation, a save and the end wait for the device.
+It puts a run together from the config (mesh, program, rows, callbacks) and has its verbs. `fit` opens the run
+directory, restores or starts, and hands over to the loop in `jtrain/train/loop.py`; the step is `jtrain/train/step.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from jtrain.parallel import processes
 from jtrain.parallel.lost import as_peer_lost
 from jtrain.parallel.mesh import data_ranks, describe
 from jtrain.parallel.sharding import bytes_per_device
-from jtrain.train.callbacks import Callback, CallbackList, EarlyStopping
+from jtrain.train.callbacks import Callback, CallbackList, early_stopping
 from jtrain.train.compiled import CompiledStep
 from jtrain.train.evaluation import Evaluator, FilledRows
-from jtrain.train.faults import FiniteCheck
 from jtrain.train.history import History
+from jtrain.train.loop import Loop
 from jtrain.train.loss import LossFn
-from jtrain.train.meter import Meter
 from jtrain.train.preemption import Preemption
 from jtrain.train.program import build_program, mesh_and_batch
 from jtrain.train.session import Counters, Session
@@ -101,27 +99,16 @@ class Trainer:
             step_hook=step_hook,
         )
         self.config, self.mesh, self.plan = config, mesh, self.program.plan
-        stopping = config.eval.early_stopping_patience
-        own = (
-            [EarlyStopping(config.checkpoint.best or "eval_loss", config.checkpoint.best_mode, stopping,
-                           config.eval.early_stopping_threshold)]
-            if stopping
-            else []
-        )  # fmt: skip
-        self.callbacks = CallbackList([*own, *callbacks])
+        self.callbacks = CallbackList([*early_stopping(config), *callbacks])
         self.counters = Counters()
         self.train_step = CompiledStep(self.program.train_step, "train_step")
         self._eval_step = CompiledStep(self.program.eval_step, "eval_step", once=False)
         self._compute_metrics, self._predict_fn = compute_metrics, predict_fn
         self._state: TrainState | None = None
         self._session: Session | None = None
-        self._requests: set[str] = set()
+        self.requests: set[str] = set()  # log, evaluate, save, stop: see `request_...`
         self._trained = False
-        self._latest: dict[str, Any] = {}
-        self._logged = self._evaluated = 0
         self.history = History()
-
-    # ------------------------------------------------------------------------------------------------ the loop
 
     def fit(self) -> History:
         """Trains up to `max_steps` updates; goes on from the newest checkpoint of `run_dir` where there is one.
@@ -131,21 +118,21 @@ class Trainer:
         """
         if self.train_rows is None:
             raise ConfigError("train_data is missing", "pass train_data, or name files in data.train")
-        total = self.timetable.max_steps
         self.history = History()
         with Preemption() as preemption, self._open_session() as session:
             self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
-            owed = self.counters.owes_evaluation and self.eval_rows is not None
-            if self.counters.step >= total and not owed:
+            total, owed = self.timetable.max_steps, self.counters.owes_evaluation and self.eval_rows is not None
+            if self.ends() and not owed:
                 self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")
                 return self.history
             try:
                 self.callbacks("on_fit_start", self)
-                if owed:
-                    self._evaluate()
-                if not self._ends():
-                    self._loop(session, preemption, total)
+                if owed:  # the last start was preempted where an evaluation was due
+                    self.callbacks("on_evaluate", self, self.evaluate())
+                if not self.ends():
+                    self._trained = True
+                    Loop(self, session, preemption).run()
                 self.callbacks("on_fit_end", self)
                 session.wait()  # `end` is not said before the last save is durable
             except Preempted:
@@ -159,99 +146,16 @@ class Trainer:
             session.emit("end", {"step": self.counters.step})
         return self.history
 
-    def _loop(self, session: Session, preemption: Preemption, total: int) -> None:
-        counters = self.counters
-        self._trained = True
-        self._logged = self._evaluated = counters.step
-        with self._loader() as loader:
-            self.train_step.compile(self.state, loader[counters.batches])
-            self.say(f"train_step compiled in {self.train_step.seconds:.1f} s")
-            meter = Meter(self)
-            in_flight: dict[str, Any] | None = None
-            while counters.step < total and "stop" not in self._requests:
-                running = int(in_flight is not None)
-                self.callbacks("on_step_start", self, counters.step + running + 1)
-                batch = loader[counters.batches + running]
-                meter.waited(loader.last_wait_seconds)
-                self._state, metrics = self.train_step(self.state, batch)
-                if in_flight is not None:
-                    self._retire(in_flight, meter)
-                in_flight = metrics
-                if session.checkpoints is not None:
-                    session.checkpoints.poll()
-                preempted = preemption.requested(counters.batches + 1)
-                # The device is waited for only when something is due once the update in flight is done.
-                if preempted or self._requests or session.due(counters.step + 1):
-                    self._retire(in_flight, meter)
-                    in_flight = None
-                    self._boundary(session, meter, preempted)
-                    meter.restart()
-
-    def _retire(self, metrics: dict[str, Any], meter: Meter) -> None:
-        """Reads the figures of an update and takes note of them."""
-        values = meter.read(metrics)
-        counters = self.counters
-        counters.tokens += values.pop("batch_tokens")
-        counters.examples += self.program.batch.total
-        self._finite_check(counters.step, values)
-        if int(metrics["step"]) == counters.step:  # skipped: no update was applied
-            counters.skipped += 1
-            return
-        counters.step += 1
-        self._latest = values
-        self.callbacks("on_step_end", self, counters.step, values)
-        if self.timetable.logs(counters.step) or "log" in self._requests:
-            self._requests.discard("log")
-            self._log_step(meter)
-        if self._session is not None:
-            self._session.console.advance(counters.step)
-
-    def _boundary(self, session: Session, meter: Meter, preempted: bool) -> None:
-        """The device is idle: evaluate, then save, then leave if asked to."""
-        step, requests = self.counters.step, self._requests
-        last = self._ends()
-        if last or preempted:
-            self._log_step(meter)
-        evaluated: dict[str, float] = {}
-        wanted = last or "evaluate" in requests or self.timetable.evaluates(step)
-        requests.discard("evaluate")
-        wanted = wanted and self.eval_rows is not None and self._evaluated != step
-        self.counters.owes_evaluation = wanted and preempted
-        if wanted and not preempted:
-            evaluated = self._evaluate()
-            if self._ends() and not last:
-                last = True
-                self._log_step(meter)
-        if preempted or last or "save" in requests or session.saves(step):
-            requests.discard("save")
-            self._save(session, evaluated)
-        if preempted:
-            self.callbacks("on_preemption", self, step)
-            saved = session.checkpoints is not None
-            session.wait()
-            session.emit("preempted", {"step": step, "saved": saved})
-            raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
-        if "stop" in requests and not last:  # asked for by a callback of the save: what a last step owes is made good
-            self._boundary(session, meter, preempted)
-
-    def _evaluate(self) -> dict[str, float]:
-        self._evaluated = self.counters.step
-        metrics = self.evaluate()
-        self.callbacks("on_evaluate", self, metrics)
-        return metrics
-
-    def _ends(self) -> bool:
-        """Whether the step just made is the run's last, as far as is known."""
-        return self.counters.step >= self.timetable.max_steps or "stop" in self._requests
-
-    # ------------------------------------------------------------------------------------------------ its verbs
-
     @property
     def state(self) -> TrainState:
         """The state on the devices; drawn when it is first asked for."""
         if self._state is None:
             self._state = self.program.init()
         return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Evaluates on `eval_data`, or on `data`, exactly: every row once, whatever the batch size.
@@ -270,7 +174,7 @@ class Trainer:
         finally:
             evaluator.close()
         if data is None:
-            self._log("eval", metrics)
+            self.log("eval", metrics)
         return metrics
 
     def predict(self, data: Any) -> Any:
@@ -319,33 +223,66 @@ class Trainer:
         if self._session is not None:
             self._session.console.message(text)
 
+    def train_loader(self) -> DataLoader:
+        """The batches of the training rows, on the mesh."""
+        batch, rows = self.program.batch, self.train_rows
+        assert rows is not None  # fit has seen to it
+        return DataLoader(
+            rows,
+            global_batch_size=batch.total,
+            accumulation=batch.accumulation,
+            sharding=self.program.batch_sharding,
+            prefetch=self.config.data.prefetch,
+        )
+
+    def save(self, metrics: dict[str, float] | None = None) -> None:
+        """Begins a save of the step just made, unless it is saved already. During `fit`; from callbacks, ask for one.
+
+        Args:
+          metrics: of an evaluation at this step; `checkpoint.best` is among them.
+        """
+        session, step = self._session, self.counters.step
+        if session is None or session.checkpoints is None or session.last_save_step == step:
+            return
+        meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
+        session.checkpoints.save(step, self.state, meta, metrics or None)
+        session.saved(step)
+        self.callbacks("on_save", self, step)
+
+    def log(self, split: str, record: dict[str, Any]) -> None:
+        """Writes a line of figures of the step just made; `split` is `train` or `eval`."""
+        getattr(self.history, split).append({"step": self.counters.step} | record)
+        if self._session is not None:
+            self._session.log(self.counters.step, split, record)
+        if split == "train":
+            self.callbacks("on_log", self, record)
+
+    def ends(self) -> bool:
+        """Whether the step just made is the run's last, as far as is known."""
+        return self.counters.step >= self.timetable.max_steps or "stop" in self.requests
+
     def request_log(self) -> None:
         """Asks for a line of figures at the next step."""
-        self._requests.add("log")
+        self.requests.add("log")
 
     def request_evaluate(self) -> None:
         """Asks for an evaluation after the update in flight."""
-        self._requests.add("evaluate")
+        self.requests.add("evaluate")
 
     def request_save(self) -> None:
         """Asks for a save after the update in flight."""
-        self._requests.add("save")
+        self.requests.add("save")
 
     def request_stop(self, reason: str) -> None:
         """Ends the run after the update in flight: evaluated and saved."""
         log.info("stopping: %s", reason)
-        self._requests.add("stop")
-
-    # ------------------------------------------------------------------------------------------------ its parts
+        self.requests.add("stop")
 
     @contextlib.contextmanager
     def _open_session(self) -> Iterator[Session]:
-        self._requests.clear()
+        self.requests.clear()
         with Session(self.config, self.timetable) as session:
             self._session = session
-            self._finite_check = FiniteCheck(
-                self.config.faults, loss_scaling=self.program.precision.loss_scaling, emit=session.emit
-            )
             try:
                 yield session
             finally:
@@ -373,17 +310,6 @@ class Trainer:
         state = self.state
         return state.ema if self.config.eval.use_ema and state.ema is not None else state.params
 
-    def _loader(self) -> DataLoader:
-        batch, rows = self.program.batch, self.train_rows
-        assert rows is not None  # fit has seen to it
-        return DataLoader(
-            rows,
-            global_batch_size=batch.total,
-            accumulation=batch.accumulation,
-            sharding=self.program.batch_sharding,
-            prefetch=self.config.data.prefetch,
-        )
-
     def _evaluator(self, rows: Any) -> Evaluator:
         size = self.config.eval.batch_size or self.program.batch.rows
         filled = FilledRows(rows, size, data_ranks(self.mesh))
@@ -391,23 +317,3 @@ class Trainer:
         batches = -(-len(rows) // size)
         limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
         return Evaluator(self._eval_step, loader, min(batches, limit or batches), self._compute_metrics)
-
-    def _save(self, session: Session, metrics: dict[str, float]) -> None:
-        if session.checkpoints is None or session.last_save_step == self.counters.step:
-            return
-        meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
-        session.checkpoints.save(self.counters.step, self.state, meta, metrics or None)
-        session.saved(self.counters.step)
-        self.callbacks("on_save", self, self.counters.step)
-
-    def _log_step(self, meter: Meter) -> None:
-        if self._logged != self.counters.step:  # a step has one line
-            self._logged = self.counters.step
-            self._log("train", meter.record(self._latest))
-
-    def _log(self, split: str, record: dict[str, Any]) -> None:
-        getattr(self.history, split).append({"step": self.counters.step} | record)
-        if self._session is not None:
-            self._session.log(self.counters.step, split, record)
-        if split == "train":
-            self.callbacks("on_log", self, record)

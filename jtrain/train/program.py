@@ -76,10 +76,11 @@ class Program:
         """
         from jtrain.checkpoint.parameters import load_parameters
 
-        fresh = self.init()
-        params = load_parameters(source, self.plan.abstract.params)
-        # A copy: the step donates both, and a buffer can be given away once.
-        ema = None if fresh.ema is None else jax.tree.map(lambda p, e: jnp.array(p, e.dtype), params, fresh.ema)
+        # The drawn parameters are freed before the others are read.
+        fresh = dataclasses.replace(self.init(), params=None, ema=None)
+        params, ema = load_parameters(source, self.plan.abstract.params), self.plan.abstract.ema
+        if ema is not None:  # a copy: the step donates both, and a buffer can be given away once
+            ema = jax.tree.map(lambda p, e: jax.device_put(jnp.array(p, e.dtype), e.sharding), params, ema)
         return dataclasses.replace(fresh, params=params, ema=ema)
 
 

@@ -104,8 +104,15 @@ class Session:
         if not self.dry and is_main():
             (epath.Path(self.config.run_dir) / "config.yaml").write_text(to_yaml(self.config))
 
-    def restore(self, abstract: Any, fingerprint: str | None = None) -> tuple[Any, dict[str, Any]] | None:
-        """The state and JSON that `checkpoint.resume` asks for; None for a fresh start.
+    def resumes(self) -> bool:
+        """Whether `checkpoint.resume` asks for a checkpoint; all processes answer alike."""
+        wanted = self.config.checkpoint.resume
+        if self.checkpoints is None or wanted == "never":
+            return False
+        return wanted != "auto" or self.checkpoints.durable_step is not None
+
+    def restore(self, abstract: Any, fingerprint: str | None = None) -> tuple[Any, dict[str, Any]]:
+        """The state and JSON that `checkpoint.resume` asks for, where it `resumes`.
 
         Args:
           abstract: the state's shapes and places.
@@ -115,9 +122,8 @@ class Session:
           ConfigError: the checkpoint is another run's (its config differs where it must not).
           CheckpointError: no such step, or none is intact.
         """
+        assert self.checkpoints is not None
         wanted = self.config.checkpoint.resume
-        if self.checkpoints is None or wanted == "never" or (wanted == "auto" and not self.checkpoints.steps()):
-            return None
         step = None if wanted == "auto" else int(wanted)
         for candidate in reversed(self.checkpoints.steps()) if step is None else [step]:
             with contextlib.suppress(DamagedCheckpoint):  # restore deals with it

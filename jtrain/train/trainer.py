@@ -289,20 +289,21 @@ class Trainer:
                 self._session = None
 
     def _restore_or_init(self, session: Session) -> None:
-        kept, self._state = self._state, None  # one state in memory, not two
-        restored = session.restore(self.plan.abstract, self._fingerprint)
-        if restored is not None:
-            self._state, meta = restored
+        source = self.config.checkpoint.init_from
+        resumes = session.resumes()
+        if resumes or source or self._trained:  # trained: a fit that broke off before its first save begins anew
+            self._state = None  # one state in memory, not two
+        if resumes:
+            self._state, meta = session.restore(self.plan.abstract, self._fingerprint)
             self.counters = Counters(**meta["counters"])
             self.callbacks.load_state_dict(meta["callbacks"])
             session.write_config()
             return
-        if self._trained:  # a fit that broke off before its first save: anew, also in the same Trainer
-            kept, self.counters = None, Counters()
+        if self._trained:
+            self.counters = Counters()
         session.write_config()
-        self._state = kept
-        if self.config.checkpoint.init_from:
-            self._state = self.program.init_from(self.config.checkpoint.init_from)
+        if source:
+            self._state = self.program.init_from(source)
         session.emit("start", {"mesh": dict(self.mesh.shape), "max_steps": self.timetable.max_steps})
 
     def _evaluated_params(self) -> Any:

@@ -1,4 +1,5 @@
 import os
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jtrain import Callback
-from jtrain.checkpoint import RunLock
+from jtrain.checkpoint import RunLock, arrays
 from jtrain.config import load_config
 from jtrain.errors import CheckpointError, ConfigError, Exit
 from jtrain.observe.metrics import read_events, read_metrics
@@ -147,6 +148,24 @@ def test_init_from_takes_the_parameters_and_begins_anew(source, finished, tmp_pa
     assert again.fit().train == [] and again.counters.step == 2
 
 
+@pytest.mark.parametrize("source", ("checkpoint", "init_from"))
+def test_a_state_that_is_there_is_freed_before_the_one_that_replaces_it_is_read(source, tmp_path, monkeypatch):
+    make(tmp_path / "first", max_steps=2).fit()
+    place = {"checkpoint": {"init_from": str(tmp_path / "first")}} if source == "init_from" else {}
+    trainer = make(tmp_path / ("second" if place else "first"), max_steps=4, **place)
+    before = [weakref.ref(leaf) for leaf in jax.tree.leaves(trainer.state)]
+    alive = []
+
+    def read_arrays(*arguments, **options):
+        alive.extend(reference() is not None for reference in before)
+        return original(*arguments, **options)
+
+    original = arrays.read_arrays
+    monkeypatch.setattr(arrays, "read_arrays", read_arrays)
+    trainer.fit()
+    assert trainer.counters.step == 4 and alive and not any(alive)
+
+
 def test_init_from_a_place_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no finished checkpoint"):
         make(tmp_path / "run", checkpoint={"init_from": str(tmp_path)}).fit()
@@ -181,7 +200,7 @@ def test_a_dry_session_has_no_files_and_logs_to_the_console_alone(tmp_path, caps
     with Session(config, Timetable.of(config, 8, None)) as dry:
         dry.emit("start")
         dry.log(1, "train", {"loss": 1.5})
-        assert dry.restore(None) is None
+        assert not dry.resumes()
         dry.write_config()
     assert not (tmp_path / "run").exists()
     assert "step 1/1 | loss 1.5000" in capsys.readouterr().out

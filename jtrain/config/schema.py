@@ -324,7 +324,8 @@ class LoggingConfig(Section):
 
 class FaultsConfig(Section):
     nonfinite: Literal["skip", "stop", "warn"] = "skip"
-    """A step whose loss or gradient norm is not finite: is skipped and counted; ends the run; or is applied."""
+    """A step whose loss or gradient norm is not finite: is skipped and counted; ends the run; or is applied.
+    Under 16-mixed an overflow of the gradients alone is always skipped: the loss scale is halved."""
     max_consecutive_skips: Positive = 20
     """Skipped steps in a row that end the run (exit 15)."""
 

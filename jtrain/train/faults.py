@@ -43,7 +43,7 @@ class FiniteCheck:
                 f"update {step + 1} is not finite: {figures}",
                 "the state before it is kept; lower optimizer.learning_rate, or write faults.nonfinite: skip",
             )
-        if self._faults.nonfinite == "warn":
+        if self._faults.nonfinite == "warn" and not overflow:
             log.warning("update %d is not finite and was applied: %s", step + 1, figures)
             return
         log.warning("a batch after step %d was skipped: %s", step, figures)

@@ -54,7 +54,8 @@ def make_train_step(
       seed: of the run; the key of a step is a function of (seed, batches used so far).
       schedule: for the figure `learning_rate`; None leaves it out.
       max_grad_norm: gradients are scaled down to this global norm; 0: never.
-      nonfinite: skip | stop (both leave the state as it was) | warn (applies the update).
+      nonfinite: skip | stop (both leave the state as it was) | warn (applies the update; an overflow of fp16 gradients,
+        which the loss scale answers, is skipped under every policy).
       ema_decay: of the moving average, if the plan has one.
       step_hook: sees and may change gradients and metrics.
       compiler_options: passed to the compiler.
@@ -109,9 +110,12 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_grad_norm / (norm + 1e-6)).astype(g.dtype), grads)
 
         new = _update(state, grads, variables, tx, plan, ema_decay)
-        if nonfinite != "warn":
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        new = dataclasses.replace(new, skipped=state.skipped + (0 if nonfinite == "warn" else ~finite))
+        applied = finite
+        if nonfinite == "warn":
+            applied = finite | ~jnp.isfinite(metrics["loss"]) if precision.loss_scaling else jnp.bool_(True)
+        if nonfinite != "warn" or precision.loss_scaling:
+            new = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
+        new = dataclasses.replace(new, skipped=state.skipped + ~applied)
         if state.loss_scale is not None:
             new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite))
         metrics |= {"grad_norm": norm, "finite": finite, "step": new.step, "skipped": new.skipped}

@@ -85,8 +85,9 @@ def test_a_batch_that_is_not_finite_leaves_everything_as_it_was(policy):
         np.testing.assert_array_equal(old, new)
 
 
-def test_under_warn_it_is_applied():
-    program = linear_program(faults={"nonfinite": "warn"})
+@pytest.mark.parametrize("precision", ("32-true", "16-mixed"))
+def test_under_warn_it_is_applied(precision):
+    program = linear_program(faults={"nonfinite": "warn"}, precision=precision)
     state, metrics = program.train_step(program.init(), poisoned())
     assert not bool(metrics["finite"]) and np.isnan(state.params["b"])
     assert (int(state.step), int(state.skipped)) == (1, 0)
@@ -127,8 +128,9 @@ def test_before_the_first_update_the_average_is_the_model():
     np.testing.assert_array_equal(state.ema["w"], state.params["w"])
 
 
-def test_fp16_skips_on_overflow_until_the_scale_fits_and_then_trains():
-    program = linear_program(precision="16-mixed", tx=optax.sgd(0.01))
+@pytest.mark.parametrize("policy", ("skip", "stop", "warn"))
+def test_fp16_skips_on_overflow_until_the_scale_fits_and_then_trains(policy):
+    program = linear_program(precision="16-mixed", tx=optax.sgd(0.01), faults={"nonfinite": policy})
     batch = linear_batch(x=np.full((ROWS, WIDTH), 10.0, np.float32))  # gradients of some 1e3 overflow at scale 2^15
     state = program.init()
     scales = []
@@ -139,7 +141,7 @@ def test_fp16_skips_on_overflow_until_the_scale_fits_and_then_trains():
             break
     assert int(state.skipped) == len(scales) - 1 > 0
     assert scales[-1] == 2.0**15 / 2.0 ** int(state.skipped)
-    assert int(state.step) == 1
+    assert int(state.step) == 1 and np.isfinite(state.params["w"]).all()
 
 
 @pytest.mark.parametrize(

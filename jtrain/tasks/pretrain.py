@@ -102,14 +102,18 @@ class PretrainTrainer(Trainer):
         return super().rows_of(data)
 
     def sample(self, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.7, seed: int = 0) -> str:
-        """Continues a text: short, with a full forward pass a token."""
+        """Continues a text: short, with a full forward pass a token.
+
+        The parameters are those of an evaluation: the moving average, where there is one and `eval.use_ema` says so.
+        """
         if self._sampler is None:
             self._sampler = Sampler(self.program)
         tokenizer = self.tokenizer
         begin = next(token for token in (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) if token is not None)
         new = self._sampler(
-            self.state, tokenizer.encode_batch([prompt])[0] or [begin], max_new_tokens=max_new_tokens,
-            temperature=temperature, seed=seed, stop=tokenizer.eos_id, length=self.config.max_length,
+            self._evaluated_params(), self.state.variables, tokenizer.encode_batch([prompt])[0] or [begin],
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=tokenizer.eos_id,
+            length=self.config.max_length,
         )  # fmt: skip
         return tokenizer.decode(new)
 

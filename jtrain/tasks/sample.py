@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.ops.logical import logical_rules
 from jtrain.train.program import Program
-from jtrain.train.state import SAMPLE_STREAM, TrainState, stream_key
+from jtrain.train.state import SAMPLE_STREAM, stream_key
 
 
 class Sampler:
@@ -22,12 +21,12 @@ class Sampler:
     """
 
     def __init__(self, program: Program):
-        self._program = program
-        self._next = jax.jit(self._next_token)
+        self._next = program.forward(_next_token)
 
     def __call__(
         self,
-        state: TrainState,
+        params: Any,
+        variables: Any,
         ids: Sequence[int],
         *,
         max_new_tokens: int,
@@ -39,7 +38,8 @@ class Sampler:
         """The new tokens, without `stop`.
 
         Args:
-          state: whose parameters (or moving average) are used.
+          params: parameters, or their moving average.
+          variables: what the model keeps beside them.
           ids: the prompt; its last `length` tokens are seen.
           max_new_tokens: how many at most.
           temperature: 0 takes the likeliest token.
@@ -47,26 +47,20 @@ class Sampler:
           stop: token that ends the text.
           length: L, tokens of the window.
         """
-        params = state.params if state.ema is None else state.ema
         window, new = list(ids)[-length:], []
         for step in range(max_new_tokens):
             row = np.zeros((1, length), np.int32)
             row[0, : len(window)] = window
             key = stream_key(seed, SAMPLE_STREAM, step)
-            token = int(self._next(params, state.variables, row, len(window), key, temperature))
+            token = int(self._next(params, variables, row, len(window), key, temperature))
             if token == stop:
                 break
             new.append(token)
             window = [*window, token][-length:]
         return new
 
-    def _next_token(
-        self, params: Any, variables: Any, row: jax.Array, size: jax.Array, key: jax.Array, temperature: jax.Array
-    ) -> jax.Array:
-        program = self._program
-        with logical_rules(program.mesh, program.rules), jax.default_matmul_precision(program.precision.matmul):
-            module: Any = program.model.merge(program.precision.cast(params), variables)
-            module.eval()
-            logits = module(row)[0, size - 1]
-        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, logits.argmax())
+
+def _next_token(module: Any, row: jax.Array, size: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
+    logits = module(row)[0, size - 1]
+    drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
+    return jnp.where(temperature > 0, drawn, logits.argmax())

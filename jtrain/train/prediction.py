@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jtrain.data.loader import DataLoader
-from jtrain.ops.logical import logical_rules
 from jtrain.train.program import Program
 
 
@@ -23,13 +22,10 @@ def predict(
       The function's tree, numpy arrays [number of rows, ...].
     """
 
-    @jax.jit
-    def run(params: Any, variables: Any, batch: dict[str, jax.Array]) -> Any:
-        with logical_rules(program.mesh, program.rules), jax.default_matmul_precision(program.precision.matmul):
-            module = program.model.merge(program.precision.cast(params), variables)
-            module.eval()
-            return predict_fn(module, jax.tree.map(lambda x: x[0], batch))
+    def first_micro_batch(module: Any, batch: dict[str, jax.Array]) -> Any:  # there is one
+        return predict_fn(module, jax.tree.map(lambda x: x[0], batch))
 
+    run = program.forward(first_micro_batch)
     size = program.batch.rows
     outputs = []
     with DataLoader(rows, global_batch_size=size, sharding=program.batch_sharding, prefetch=1) as loader:

@@ -7,7 +7,7 @@ hardware that is not here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -28,7 +28,7 @@ from jtrain.train.optimizers import make_optimizer, trainable_mask
 from jtrain.train.precision import Precision, precision_policy
 from jtrain.train.schedules import Schedule, make_schedule
 from jtrain.train.state import StatePlan, TrainState, init_state, plan_state, select
-from jtrain.train.step import StepHook, make_eval_step, make_train_step
+from jtrain.train.step import StepHook, make_eval_step, make_forward, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,10 @@ class Program:
     def init(self) -> TrainState:
         """The initial state, in its shards."""
         return init_state(self.model, self.tx, self.plan, seed=self.config.seed)
+
+    def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Jits `function(module, *arguments)` as `forward(params, variables, *arguments)`; see `make_forward`."""
+        return make_forward(self.model, self.plan, function, compiler_options=_options(self.config, self.mesh))
 
     def init_from(self, source: str) -> TrainState:
         """The initial state with the parameters of a run or checkpoint in place of drawn ones.
@@ -157,7 +161,7 @@ def build_program(
         offload_parameters=config.sharding.offload_parameters,
         ema=config.optimizer.ema_decay > 0,
     )
-    options = compiler_options(device.platform, deterministic=config.deterministic)
+    options = _options(config, mesh)
     train_step = make_train_step(
         split,
         loss_fn,
@@ -176,6 +180,10 @@ def build_program(
         config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,
         plan.batch_sharding,
     )  # fmt: skip
+
+
+def _options(config: Config, mesh: Mesh) -> dict[str, Any]:
+    return compiler_options(mesh.devices.flat[0].platform, deterministic=config.deterministic)
 
 
 def _check_offload(device: jax.Device) -> None:

@@ -137,19 +137,34 @@ def make_eval_step(
 
     Nothing is random: the module is in evaluation mode and `rng` is None.
     """
-    precision = plan.precision
 
-    def eval_step(params: Any, variables: Any, batch: Batch) -> Loss:
-        module = model.merge(precision.cast(_to_device(params, plan.abstract.params)), variables)
-        module.eval()
-
-        def one(micro: Batch) -> Loss:
-            return loss_fn(module, micro, None)
-
-        losses = jax.lax.map(one, batch)
+    def eval_step(module: Any, batch: Batch) -> Loss:
+        losses = jax.lax.map(lambda micro: loss_fn(module, micro, None), batch)
         return jax.tree.map(lambda x: x.sum(0), losses)
 
-    return _jit(eval_step, plan, compiler_options)
+    return make_forward(model, plan, eval_step, compiler_options=compiler_options)
+
+
+def make_forward(
+    model: FunctionalModel,
+    plan: StatePlan,
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Jits `function(module, *arguments)` as `forward(params, variables, *arguments)`, for everything but training.
+
+    The module is in evaluation mode and computes in the plan's precision; what the plan keeps in host memory is brought
+    to the device.
+    """
+
+    def forward(params: Any, variables: Any, *arguments: Any) -> Any:
+        module = model.merge(plan.precision.cast(_to_device(params, plan.abstract.params)), variables)
+        module.eval()
+        return function(module, *arguments)
+
+    forward.__name__ = function.__name__
+    return _jit(forward, plan, compiler_options)
 
 
 def _jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: Any) -> Callable:

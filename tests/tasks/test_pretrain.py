@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -218,6 +219,14 @@ def test_a_sample_is_text_and_the_same_for_the_same_seed(trained):
     sample = trained.sample("the quick", max_new_tokens=6, seed=1)
     assert isinstance(sample, str) and sample == trained.sample("the quick", max_new_tokens=6, seed=1)
     assert len(trained.sample("the quick", max_new_tokens=40, temperature=0.0)) <= 40
+
+
+@pytest.mark.parametrize("use_ema", (True, False))
+def test_a_sample_is_drawn_from_the_parameters_that_are_evaluated(use_ema, tmp_path):
+    trainer = make(tmp_path, train_dataset=TRAIN, optimizer={"ema_decay": 0.9}, eval={"use_ema": use_ema})
+    nothing = jax.tree.map(jnp.zeros_like, trainer.state.ema)  # all logits are 0: the likeliest token is the first
+    trainer.state = dataclasses.replace(trainer.state, ema=nothing)
+    assert (trainer.sample("the", max_new_tokens=3, temperature=0.0) == "\0\0\0") == use_ema
 
 
 class Fixed:

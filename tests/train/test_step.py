@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 from jtrain.train.loss import Loss
-from jtrain.train.state import select
+from jtrain.train.state import plan_state, select
+from jtrain.train.step import make_forward
 from tests.train.linear import ROWS, WIDTH, Linear, linear_batch, linear_program, squared_error
 from tests.train.tiny import LENGTH, put, tiny_batch, tiny_program, tiny_rows
 
@@ -142,6 +143,28 @@ def test_fp16_skips_on_overflow_until_the_scale_fits_and_then_trains(policy):
     assert int(state.skipped) == len(scales) - 1 > 0
     assert scales[-1] == 2.0**15 / 2.0 ** int(state.skipped)
     assert int(state.step) == 1 and np.isfinite(state.params["w"]).all()
+
+
+def test_a_forward_pass_brings_parameters_from_host_memory_and_is_deterministic():
+    class Dropped(Linear):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return super().__call__(self.dropout(x))
+
+    program = linear_program(model=Dropped)
+    state, x = program.init(), jnp.ones((2, WIDTH))
+    run = program.forward(lambda module, x: module(x))
+    np.testing.assert_allclose(run(state.params, state.variables, x), np.full(2, state.params["w"].sum()), rtol=1e-6)
+
+    def moves(offload):
+        plan = plan_state(program.model, program.tx, program.mesh, offload_parameters=offload)
+        forward = make_forward(program.model, plan, lambda module, x: module(x))
+        return str(forward.trace(plan.abstract.params, plan.abstract.variables, x).jaxpr).count("device_put")
+
+    assert (moves(False), moves(True)) == (0, 2)  # w and b
 
 
 @pytest.mark.parametrize(

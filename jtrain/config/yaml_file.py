@@ -5,6 +5,7 @@ Scalars follow the core schema of YAML 1.2, so that `3e-4` and `1e9` are numbers
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -79,6 +80,10 @@ def read_yaml(text: str, name: str) -> tuple[Any, Lines]:
         mark = getattr(error, "problem_mark", None)
         where = f"{name} line {mark.line + 1}" if mark else name
         raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}", _hint(text, mark)) from None
+    if node is not None and _size(node, {}) > MAX_NODES:
+        raise ConfigError(
+            f"{name}: aliases stand for more than {MAX_NODES:,} values", "A config is a small, flat file."
+        )
     lines: Lines = {}
     return (None if node is None else _build(node, name, "", lines)), lines
 
@@ -114,6 +119,16 @@ def _check_limits(text: str, name: str) -> None:
             if figure > limit:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{name} line {line}: more than {limit:,} {what}", "A config is a small, flat file.")
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values that a node stands for when its aliases are written out: a few can stand for billions."""
+    if id(node) not in known:
+        known[id(node)] = 1
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = itertools.chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+        known[id(node)] += sum(_size(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _build(node: yaml.Node, name: str, path: str, lines: Lines, depth: int = 0) -> Any:

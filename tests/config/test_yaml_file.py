@@ -31,6 +31,7 @@ def test_keys_know_their_lines():
         ("a: !!set {b}", "tag `!!set`"),
         ("seed: 1\nmesh:\n  fsdp: 2\n  fsdp: 3\n", "line 4: `mesh.fsdp` stands twice (first on line 3)"),
         ("a: &a [*a]", "an alias that contains itself"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)), "aliases stand for"),
         ("mesh:\n\tfsdp: 2", "spaces, not tabs"),
         ("a: 1\n---\na: 2", "line 2: not YAML"),
         ("a: [1, 2", "not YAML"),

@@ -62,7 +62,12 @@ def records(flat: Mapping[str, Any]) -> dict[str, ArrayRecord]:
     return {path: (str(np.dtype(leaf.dtype)), tuple(int(n) for n in leaf.shape)) for path, leaf in flat.items()}
 
 
-def require_equal(saved: Mapping[str, ArrayRecord], wanted: Mapping[str, ArrayRecord], where: str) -> None:
+def require_equal(
+    saved: Mapping[str, ArrayRecord],
+    wanted: Mapping[str, ArrayRecord],
+    where: str,
+    remedy: str = "use the config it was saved with, or start a new run from its parameters (checkpoint.init_from)",
+) -> None:
     """Compares paths, shapes and dtypes: nothing is padded, cut or cast silently.
 
     Raises:
@@ -77,7 +82,7 @@ def require_equal(saved: Mapping[str, ArrayRecord], wanted: Mapping[str, ArrayRe
         more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise CheckpointError(
             f"{where} is of another model or optimizer:\n    " + "\n    ".join(problems[:_SHOWN] + more),
-            "use the config that it was saved with, or start a new run from its parameters (checkpoint.init_from)",
+            remedy,
         )
 
 

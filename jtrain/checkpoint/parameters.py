@@ -7,7 +7,7 @@ from typing import Any
 from etils import epath
 
 from jtrain.checkpoint import arrays
-from jtrain.checkpoint.layout import MANIFEST, checkpoints_root, finished_steps
+from jtrain.checkpoint.layout import MANIFEST, checkpoints_root, finished_steps, run_path
 from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, check_files, read_manifest
 from jtrain.errors import CheckpointError
 
@@ -26,10 +26,11 @@ def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str =
     Raises:
       CheckpointError: there is no intact checkpoint, or its parameters have other paths, shapes or dtypes.
     """
-    folder, manifest = _intact(epath.Path(path))
+    folder, manifest = _intact(run_path(path))
     wanted = {f"{prefix}/{name}": leaf for name, leaf in arrays.flatten(abstract_params).items()}
     saved = {name: record for name, record in manifest.arrays.items() if name.startswith(f"{prefix}/")}
-    arrays.require_equal(saved, arrays.records(wanted), str(folder))
+    remedy = "give the model the shape that it has there (config.yaml of that run)"
+    arrays.require_equal(saved, arrays.records(wanted), str(folder), remedy)
     restored = arrays.read_arrays(folder / "state", wanted, partial=True)
     return arrays.unflatten(abstract_params, {name.removeprefix(f"{prefix}/"): x for name, x in restored.items()})
 

@@ -24,8 +24,18 @@ def test_a_run_its_checkpoints_or_one_step_give_parameters_on_another_mesh(sourc
 
 def test_another_shape_is_refused_by_name(source, mesh):
     wanted = abstract(make_state(0, mesh)["params"])
-    with pytest.raises(CheckpointError, match="params/w: in the checkpoint only"):
+    with pytest.raises(CheckpointError, match="params/w: in the checkpoint only") as caught:
         load_parameters(source, {"b": wanted["b"]})
+    assert "config.yaml" in caught.value.remedy and "init_from" not in caught.value.remedy
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints/1", "~/run"])
+def test_a_path_may_be_relative_or_start_at_home(source, mesh, path, tmp_path, monkeypatch):
+    (tmp_path / "run").symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    params = load_parameters(path, abstract(make_state(0, mesh)["params"]))
+    assert same_bits(params, numpy_params(1 if path.endswith("1") else 2))
 
 
 def test_a_damaged_newest_step_is_passed_over_and_left_where_it_is(source, mesh):

@@ -110,7 +110,9 @@ def _compile_cache(setting: str) -> None:
 
 def _detected_processes() -> int | None:
     """Number of processes as the launcher's environment tells it (Slurm, Open MPI, TPU pods, GKE), else None."""
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+    # SLURM_NTASKS alone is also set in a batch script and after salloc, where srun has started nothing.
+    slurm = "SLURM_NTASKS" if "SLURM_STEP_NODELIST" in os.environ else ""
+    for name in (slurm, "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")

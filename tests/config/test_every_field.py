@@ -1,7 +1,6 @@
 """A walk over every field and choice: each can be set, is carried into the run's config, and is read by the program.
 
-That a choice also changes what is computed is shown beside the part that reads it: the optimizers, schedules, kernels
-and recomputation policies compare numbers or compiled programs there.
+That each also changes what a run does is tests/tasks/test_every_field.py.
 """
 
 import ast

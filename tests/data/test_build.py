@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from jtrain.config.schema import Config, DataConfig
-from jtrain.data.build import build_data
+from jtrain.data.build import build_data, cache_options
+from jtrain.data.cache import CacheOptions
 from jtrain.data.rows import IGNORE
+from jtrain.data.tokenise import Recipe
 from jtrain.data.tokenizers import ByteTokenizer
 from jtrain.errors import ConfigError, DataError
 
@@ -66,6 +68,15 @@ def test_weights_and_order_come_from_the_config(tmp_path):
     train, _ = build(first, second, weights=(3.0, 1.0), shuffle=False)
     tokens = train.rows(np.arange(16))["input_ids"][:, 0].tolist()
     assert tokens.count(ord("a")) == 12
+
+
+def test_how_sources_are_tokenised_comes_from_the_config():
+    section = {"cache_dir": "/c", "num_workers": 3, "on_bad_record": "skip", "max_bad_records": 5}
+    texts = {"text_field": "body", "append_eos": False, "prepend_bos": True}
+    found = cache_options(Config(data=DataConfig(**section, **texts)))
+    assert found == CacheOptions(
+        folder="/c", num_workers=3, on_bad_record="skip", max_bad_records=5, recipe=Recipe("body", False, True)
+    )
 
 
 def test_the_seed_chooses_the_order(tmp_path):

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -227,6 +228,20 @@ def test_a_sample_is_drawn_from_the_parameters_that_are_evaluated(use_ema, tmp_p
     nothing = jax.tree.map(jnp.zeros_like, trainer.state.ema)  # all logits are 0: the likeliest token is the first
     trainer.state = dataclasses.replace(trainer.state, ema=nothing)
     assert (trainer.sample("the", max_new_tokens=3, temperature=0.0) == "\0\0\0") == use_ema
+
+
+def test_prompts_are_continued_when_the_run_ends(tmp_path, capsys):
+    def samples(**section):
+        make(tmp_path / str(section), train_dataset=TRAIN, max_steps=1, eval=section).fit()
+        printed = capsys.readouterr().out
+        return re.findall(r"^--- sample\nthe quick((?:.|\n)*?)\n---$", printed, re.MULTILINE)
+
+    prompts = ["the quick"] * 2
+    likeliest = samples(sample_prompts=prompts, sample_tokens=4, sample_temperature=0.0)
+    drawn = samples(sample_prompts=prompts, sample_tokens=9, sample_temperature=2.0)
+    assert likeliest[0] == likeliest[1] and drawn[0] != drawn[1]  # every prompt has a seed of its own
+    assert [max(map(len, texts)) <= limit for texts, limit in ((likeliest, 4), (drawn, 9))] == [True, True]
+    assert max(map(len, drawn)) > 4 and samples() == []
 
 
 class Fixed:

@@ -180,6 +180,27 @@ def test_a_run_directory_in_use_is_refused_by_whom_holds_it(tmp_path):
     assert checkpoints(tmp_path) == [1]
 
 
+def test_how_checkpoints_are_kept_comes_from_the_config(tmp_path, monkeypatch):
+    seen = {}
+
+    class Seen(session.Checkpoints):
+        def __init__(self, run_dir, **options):
+            seen.update(options)
+            super().__init__(run_dir, **options)
+
+    monkeypatch.setattr(session, "Checkpoints", Seen)
+    kept = {"save_total_limit": 7, "keep_best": 2, "best_mode": "max", "async_save": False}
+    make(tmp_path, max_steps=1, checkpoint=kept | {"best": "eval_absolute"}).fit()
+    assert seen.pop("on_event") and seen == kept | {"best_metric": "eval_absolute"}
+
+
+def test_trackers_and_the_level_of_the_console_come_from_the_config(tmp_path, capsys):
+    make(tmp_path / "quiet", max_steps=1, logging={"level": "warning", "trackers": []}).fit()
+    assert capsys.readouterr().out == "" and not (tmp_path / "quiet" / "tb").exists()
+    make(tmp_path / "plain", max_steps=1, logging={"trackers": ["tensorboard"]}).fit()
+    assert "step 1/1" in capsys.readouterr().out and len(list((tmp_path / "plain" / "tb").iterdir())) == 1
+
+
 def test_save_minutes_saves_by_the_clock_at_log_points(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: clock.now))

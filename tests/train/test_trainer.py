@@ -1,12 +1,14 @@
 import json
 import os
 import signal
+import threading
 
 import jax
 import numpy as np
 import pytest
 
 from jtrain import Callback, Trainer
+from jtrain.data.arrays import ArrayRows
 from jtrain.errors import ConfigError, Exit, NumbersError, Preempted
 from jtrain.observe.metrics import read_events, read_metrics
 from tests.train.fits import BATCH, Ask, Diary, checkpoints, examples, make, settings, squared_error
@@ -302,6 +304,23 @@ def test_a_fast_dev_run_takes_n_batches_of_each_and_writes_nothing(tmp_path):
     assert [line["step"] for line in history.train] == [1, 2]
     assert counts == [16.0, 16.0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("prefetch", (0, 2))
+def test_batches_are_read_ahead_on_another_thread_where_that_is_wanted(prefetch, tmp_path):
+    readers = []
+
+    class Watched(ArrayRows):
+        def rows(self, indices):
+            readers.append(threading.current_thread() is threading.main_thread())
+            return super().rows(indices)
+
+    trainer = make(tmp_path, rows=Watched(examples()), data={"prefetch": prefetch})
+    readers.clear()
+    with trainer.train_loader() as loader:
+        for step in range(3):
+            loader[step]
+    assert set(readers) == ({True, False} if prefetch else {True})  # nobody could read the first one ahead
 
 
 def test_a_run_that_broke_off_before_its_first_save_starts_anew(tmp_path):

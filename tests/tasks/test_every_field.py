@@ -1,0 +1,237 @@
+"""Every field and every choice changes something: what a run computes, or what the test that is named for it sees.
+
+A trainer is built for each value and its training step is traced, not compiled: two programs that print alike compute
+alike. That each field also reaches the run from file, environment and flag is tests/config/test_every_field.py.
+"""
+
+import ast
+import hashlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain import PretrainTrainer
+from jtrain.config.names import choices, fields
+
+ROOT = Path(__file__).parents[2]
+BPE = str(ROOT / "configs" / "assets" / "jargon-bpe-1024.json")
+
+TEXTS = [{"text": "a quick brown fox " * (1 + n % 5), "body": f"number {n} " * 4} for n in range(40)]
+BASE = {
+    "max_steps": 20,
+    "max_length": 32,
+    "global_batch_size": 8,
+    "precision": "32-true",
+    "compile_cache": "",
+    "accelerator": "cpu",
+    "devices": 8,
+    "mesh.data": 2,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    "model.hidden_size": 16,
+    "model.intermediate_size": 32,
+    "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 2,
+    "data.eval": 0.2,
+    "checkpoint.best": None,
+    "logging.trackers": (),
+}
+
+COMPUTED = {
+    "seed": 7,
+    "max_steps": 30,
+    "num_train_epochs": 3,
+    "max_length": 16,
+    "fast_dev_run": 3,
+    "global_batch_size": 16,
+    "per_device_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "devices": 4,
+    "model.preset": "gpt2-124m",
+    "model.vocab_size": 300,
+    "model.hidden_size": 32,
+    "model.intermediate_size": 48,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 8,
+    "model.num_key_value_heads": 4,
+    "model.head_dim": 8,
+    "model.rope_theta": 500_000.0,
+    "model.tie_word_embeddings": False,
+    "model.norm_eps": 1e-6,
+    "model.attention_bias": True,
+    "model.mlp_bias": True,
+    "model.dropout": 0.1,
+    "model.initializer_range": 0.01,
+    "data.text_field": "body",
+    "data.tokenizer": BPE,
+    "data.append_eos": False,
+    "data.prepend_bos": True,
+    "data.shuffle": False,
+    "data.eval": 0.4,
+    "mesh.data": 4,
+    "mesh.fsdp": 4,
+    "mesh.tensor": 1,
+    "sharding.rules": {"mlp": ("fsdp",)},
+    "sharding.optimizer_axes": ("data",),
+    "sharding.gradient_axes": ("data",),
+    "loss.label_smoothing": 0.1,
+    "loss.z_loss": 1e-4,
+    "loss.chunk_size": 4,
+    "optimizer.learning_rate": 1e-5,
+    "optimizer.weight_decay": 0.5,
+    "optimizer.beta1": 0.8,
+    "optimizer.beta2": 0.99,
+    "optimizer.eps": 1e-6,
+    "optimizer.max_grad_norm": 0.5,
+    "optimizer.decay_rules": ((".*", 1.0),),
+    "optimizer.freeze": (".*embed.*",),
+    "optimizer.ema_decay": 0.9,
+    "schedule.warmup_steps": 5,
+    "schedule.min_ratio": 0.0,
+    "schedule.decay_steps": 3,
+    "eval.eval_steps": 5,
+    "checkpoint.save_steps": 5,
+    "checkpoint.save_minutes": 5.0,
+    "logging.log_every_n_steps": 1,
+}
+"""Field -> a value with which another program is traced, or other rows, places or times are planned."""
+
+BESIDE = {
+    "num_train_epochs": {"max_steps": None},
+    "per_device_batch_size": {"global_batch_size": None},
+    "devices": {"mesh.data": 1},
+    "mesh.data": {"mesh.tensor": 1},
+    "mesh.fsdp": {"mesh.data": 1},
+    "mesh.tensor": {"mesh.data": 4},
+    "schedule.decay_steps": {"schedule.name": "wsd"},
+    "strategy": {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1},
+}
+"""What else is set to make the value legal, or to make it count."""
+
+COMPARED = {"schedule.decay_steps": {"schedule.name": "wsd"}}
+"""Fields that count beside another choice only: what the value is compared with."""
+
+COMPUTED_CHOICES = {
+    "precision": 5,  # auto is 32-true here
+    "strategy": 4,  # fsdp is another word for zero3
+    "model.remat": 9,
+    "model.norm": 2,
+    "model.activation": 3,
+    "data.packing": 3,
+    "optimizer.name": 5,
+    "schedule.name": 5,
+}
+"""Field with choices -> programs (or rows) that they make."""
+
+SEEN = {
+    "task": "tests/cli/test_main.py::test_train_runs_the_task_of_the_config_and_returns_its_code",
+    "run_dir": "tests/train/test_trainer.py::test_every_save_is_durable_before_the_run_says_its_end",
+    "deterministic": "tests/parallel/test_xla.py::test_gpu_options_follow_determinism",
+    "accelerator": "tests/parallel/test_processes.py::test_the_accelerator_chooses_the_platforms_and_auto_leaves_them",
+    "compile_cache": "tests/parallel/test_processes.py::test_the_compile_cache_is_a_private_folder",
+    "distributed.coordinator_address": "tests/parity/test_processes.py::test_losses_and_rows_are_equal",
+    "distributed.num_processes": "tests/parity/test_processes.py::test_losses_and_rows_are_equal",
+    "distributed.process_id": "tests/parity/test_processes.py::test_losses_and_rows_are_equal",
+    "distributed.bind_address": "tests/parallel/test_processes.py::"
+    "test_the_coordinator_listens_where_it_is_told_and_never_on_all_interfaces",
+    "model.attention": "tests/ops/test_attention.py::test_the_kernel_follows_platform_shape_and_type",
+    "model.max_position_embeddings": "tests/tasks/test_pretrain.py::"
+    "test_a_shape_that_does_not_fit_is_refused_with_what_to_change",
+    "data.train": "tests/tasks/test_pretrain.py::test_texts_in_memory_and_in_a_file_give_the_same_rows",
+    "data.weights": "tests/data/test_build.py::test_weights_and_order_come_from_the_config",
+    "data.cache_dir": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
+    "data.on_bad_record": "tests/tasks/test_pretrain.py::test_records_without_text_may_be_left_out",
+    "data.max_bad_records": "tests/tasks/test_pretrain.py::test_records_without_text_may_be_left_out",
+    "data.num_workers": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
+    "data.prefetch": "tests/train/test_trainer.py::test_batches_are_read_ahead_on_another_thread_where_that_is_wanted",
+    "mesh.pipeline": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
+    "mesh.context": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
+    "mesh.expert": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
+    "mesh.slices": "tests/parallel/test_mesh.py::test_slices_keep_every_axis_but_data_inside_a_slice",
+    "sharding.offload_optimizer": "tests/train/test_offload.py::"
+    "test_optimizer_state_then_parameters_move_from_the_device_to_the_host",
+    "sharding.offload_parameters": "tests/train/test_offload.py::"
+    "test_optimizer_state_then_parameters_move_from_the_device_to_the_host",
+    "checkpoint.save_total_limit": "tests/train/test_trainer.py::test_the_newest_and_the_best_survive",
+    "checkpoint.best": "tests/train/test_trainer.py::test_the_newest_and_the_best_survive",
+    "checkpoint.best_mode": "tests/train/test_session.py::test_how_checkpoints_are_kept_comes_from_the_config",
+    "checkpoint.keep_best": "tests/train/test_session.py::test_how_checkpoints_are_kept_comes_from_the_config",
+    "checkpoint.resume": "tests/train/test_session.py::test_a_run_that_goes_back_to_a_step_sets_the_newer_ones_aside",
+    "checkpoint.init_from": "tests/train/test_session.py::test_init_from_takes_the_parameters_and_begins_anew",
+    "checkpoint.async_save": "tests/train/test_session.py::test_how_checkpoints_are_kept_comes_from_the_config",
+    "eval.batch_size": "tests/train/test_evaluation.py::test_a_limit_means_the_same_rows_on_every_mesh",
+    "eval.max_batches": "tests/train/test_evaluation.py::test_a_limit_means_the_same_rows_on_every_mesh",
+    "eval.use_ema": "tests/train/test_evaluation.py::test_the_moving_average_is_what_is_evaluated_where_it_is_wanted",
+    "eval.early_stopping_patience": "tests/train/test_trainer.py::"
+    "test_early_stopping_counts_over_a_resume_and_a_stopped_run_stays_stopped",
+    "eval.early_stopping_threshold": "tests/train/test_callbacks.py::"
+    "test_early_stopping_waits_for_evaluations_in_a_row_without_a_better_one",
+    "eval.sample_prompts": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
+    "eval.sample_tokens": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
+    "eval.sample_temperature": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
+    "logging.trackers": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
+    "logging.level": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
+    "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
+    "faults.max_consecutive_skips": "tests/train/test_trainer.py::test_batches_skipped_one_after_the_other_end_the_run",
+}
+"""Field -> the test in which another value has another outcome."""
+
+
+def print_of(tmp_path, changes):
+    """A digest of what a run with these fields would do: its programs, places, rows and times."""
+    given = {name: value for name, value in (BASE | changes).items() if value is not None}
+    trainer = PretrainTrainer({**given, "run_dir": str(tmp_path)}, train_dataset=TEXTS)
+    program = trainer.program
+    batch, length = program.batch, trainer.config.max_length
+    tokens = jax.ShapeDtypeStruct((batch.accumulation, batch.rows, length), jnp.int32)
+    arrays = dict.fromkeys(("input_ids", "labels", "segment_ids", "position_ids"), tokens)
+    arrays["row"] = jax.ShapeDtypeStruct(tokens.shape[:2], jnp.int32)
+    places = [(leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(program.plan.abstract)]
+    rows = [data.rows(np.arange(40)) for data in (trainer.train_rows, trainer.eval_rows)]
+    traced = program.train_step.trace(program.plan.abstract, arrays).jaxpr
+    jax.config.update("jax_enable_x64", False)  # 64-true sets it for the whole process
+    parts = (
+        traced,
+        [np.asarray(constant).tobytes() for constant in traced.consts],
+        jax.make_jaxpr(program.model.init)(jax.random.key(0)),
+        places,
+        program.mesh.devices.tolist(),
+        [(name, values.tobytes()) for batch in rows for name, values in sorted(batch.items())],
+        trainer.timetable,
+    )
+    return hashlib.blake2b("".join(map(str, parts)).encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def compared_with(tmp_path_factory):
+    """Field -> the print of the run that its value is compared with."""
+    folder = tmp_path_factory.mktemp("run")
+    plain = print_of(folder, {})
+    assert print_of(folder, {}) == plain  # equal runs have equal prints
+    others = {path: print_of(folder, changes) for path, changes in COMPARED.items()}
+    return lambda path: others.get(path, plain)
+
+
+def test_the_table_is_the_schema():
+    assert sorted([*COMPUTED, *COMPUTED_CHOICES, *SEEN]) == sorted(fields())
+
+
+@pytest.mark.parametrize("path", COMPUTED)
+def test_every_value_changes_what_a_run_does(path, compared_with, tmp_path):
+    assert print_of(tmp_path, BESIDE.get(path, {}) | {path: COMPUTED[path]}) != compared_with(path)
+
+
+@pytest.mark.parametrize("path", COMPUTED_CHOICES)
+def test_every_choice_makes_another_program(path, tmp_path):
+    prints = {print_of(tmp_path, BESIDE.get(path, {}) | {path: choice}) for choice in choices(path)}
+    assert len(prints) == COMPUTED_CHOICES[path]
+
+
+def test_the_tests_that_are_named_exist():
+    for place in set(SEEN.values()):
+        file, _, name = place.partition("::")
+        assert name in {getattr(node, "name", "") for node in ast.parse((ROOT / file).read_text()).body}, place

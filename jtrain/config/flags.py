@@ -191,6 +191,8 @@ def _canonical(layer: Layer) -> list[str]:
 def _texts(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [text for item in value for text in _texts(item)]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # `--seed 1e3`: a whole number, as in a file
     return [json.dumps(value) if isinstance(value, dict) else str(value)]
 
 

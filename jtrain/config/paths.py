@@ -14,7 +14,7 @@ from jtrain.errors import ConfigError
 OUTPUTS = ("run_dir", "data.cache_dir", "compile_cache")
 """Fields that name what a run writes."""
 
-_WORDS = {"data.tokenizer": ("bytes",), "compile_cache": ("auto", "")}
+_WORDS = {"data.tokenizer": ("bytes",), "compile_cache": ("auto",)}
 _INPUTS = ("data.train", "data.eval", "data.tokenizer", "checkpoint.init_from")
 
 
@@ -64,7 +64,7 @@ def map_paths(path: str, value: Any, change: Callable[[str], str]) -> Any:
         return value
     if isinstance(value, list | tuple):
         return type(value)(map_paths(path, item, change) for item in value)
-    if not isinstance(value, str) or value in _WORDS.get(path, ()) or "://" in value or _is_number(value):
+    if not isinstance(value, str) or not value or value in _WORDS.get(path, ()) or "://" in value or _is_number(value):
         return value
     return change(value)
 

@@ -8,7 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from jtrain.config.rules import resolve_steps
-from jtrain.config.schema import Config
+from jtrain.config.schema import MAX_STEPS, Config
+from jtrain.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Timetable:
             total = steps(config.max_steps, None)
         else:
             total = math.ceil(Fraction(str(config.num_train_epochs or 1)) * epoch) if epoch else 1
+        if total >= MAX_STEPS:
+            raise ConfigError(
+                f"the run has {total:,} steps, more than a counter holds", "Lower max_steps or num_train_epochs."
+            )
         seconds = None if config.checkpoint.save_minutes is None else 60 * config.checkpoint.save_minutes
         return cls(
             max_steps=total,

@@ -49,6 +49,7 @@ def test_unions_mappings_and_blanks():
     assert load("--checkpoint.best", "none").checkpoint.best is None and load("--strategy=none").strategy is None
     assert load("--model.remat", "none").model.remat == "none"
     assert load("--run-dir", "2024").run_dir == "2024"
+    assert load("--seed", "1e3").seed == 1000 and load("--max-length=64.0").max_length == 64
     assert load("--max-steps", "2 epochs").max_steps == "2 epochs"
 
 

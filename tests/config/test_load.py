@@ -180,6 +180,7 @@ def test_every_alias_stands_in_the_table_of_the_test():
         ({"max_steps": -5}, ["max_steps: -5", "2 epochs"]),
         ({"max_steps": "3 eons"}, ["'3 eons'", "2 epochs"]),
         ({"max_steps": 2**31}, [str(2**31)]),
+        ({"max_steps": "1e999999999 tokens"}, ["max_steps: '1e999999999 tokens'", "1e9 tokens"]),
         ({"schedule": {"warmup_steps": -0.1}}, ["schedule.warmup_steps: -0.1"]),
         ({"schedule": {"warmup_steps": 1.5}}, ["schedule.warmup_steps: 1.5", "ratio"]),
         ({"data": {"eval": 1.5}}, ["data.eval: 1.5", "below 1"]),
@@ -208,6 +209,7 @@ def test_a_mistake_names_the_place_where_it_was_written(file):
     assert f"{path} line 4: optimizer.learning_rat: there is no such field" in refused(path)
     path = file("seed: 1\nmax_length: none\n")
     assert f"{path} line 2: max_length: 'none'" in refused(path)
+    assert "line 1: run_dir: ''" in refused(file("run_dir: ''\n"))  # and not the folder of the file
     assert "JTRAIN_MESH__FSDP: 'x'" in refused(None, (), {"JTRAIN_MESH__FSDP": "x"}).replace(" (mesh.fsdp)", "")
     assert "--mesh.fsdp: 'x'" in refused(None, ["--mesh.fsdp", "x"])
 

@@ -68,6 +68,12 @@ def test_epochs_without_data_are_refused():
         timetable(max_steps="2 epochs", rows=None)
 
 
+@pytest.mark.parametrize("fields", ({"max_steps": "1e15 tokens"}, {"num_train_epochs": 1e12}))
+def test_a_run_has_no_more_steps_than_a_counter_holds(fields):
+    with pytest.raises(ConfigError, match="more than a counter holds"):
+        timetable(**fields)
+
+
 def test_minutes_become_seconds():
     assert timetable(checkpoint={"save_minutes": 2.5}).save_seconds == 150.0
     assert timetable().save_seconds is None

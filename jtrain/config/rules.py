@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from jtrain.config.layers import from_mapping
 from jtrain.config.names import nearest
 from jtrain.config.schema import DURATION, Config, Duration, MeshConfig
-from jtrain.config.validate import validate
 from jtrain.errors import ConfigError
 
 AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
@@ -192,15 +190,6 @@ def _mesh_numbers(mesh: MeshConfig) -> None:
         if free[0] == "data":
             remedy += " (data is -1 unless it is given.)"
         raise ConfigError(f"mesh: {' and '.join(f'{axis}=-1' for axis in free)}", remedy)
-
-
-def parse_mesh(text: str) -> MeshConfig:
-    """The mesh of a short form: `fsdp=4,tensor=2`; unnamed axes are 1, `data` takes what is left.
-
-    Raises:
-      ConfigError: an unknown axis, or not a list of name=value.
-    """
-    return validate(from_mapping({"mesh": text}, str)).mesh
 
 
 def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:

@@ -71,10 +71,6 @@ class ArrayRows:
     def __getitem__(self, index: int) -> Batch:
         return {name: values[0] for name, values in self.rows(np.asarray([index])).items()}
 
-    def batches(self, batch_size: int) -> int:
-        """Batches that cover every row once."""
-        return -(-self._size // batch_size)
-
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(0, example) of rows by number."""
         example = epoch_order(indices, self._size, key64(self._seed, DATA_STREAM), self._shuffle)

@@ -54,7 +54,8 @@ def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
 class Mixture:
     """Interleaves several endless streams by weight, exactly and at random access.
 
-    After n items, source s has given n * weight[s] / sum(weights) items, to within one item for each source.
+    After n items, source s has given n * weight[s] / sum(weights) items, to within as many items as there are sources.
+    (Shares are rounded to 2^-26, which adds one more item in every hundred million.)
     """
 
     def __init__(self, weights: Sequence[float]):

@@ -190,10 +190,6 @@ class EvalRows:
     def __getitem__(self, index: int) -> Batch:
         return {name: values[0] for name, values in self.rows(np.asarray([index])).items()}
 
-    def batches(self, batch_size: int) -> int:
-        """Batches that cover every row once."""
-        return -(-len(self) // batch_size)
-
     def rows(self, indices: np.ndarray) -> Batch:
         """Rows by number, at any n >= 0; those from len on have no live label, no segment and no bytes."""
         indices = np.asarray(indices, np.int64)

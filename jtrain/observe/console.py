@@ -66,15 +66,12 @@ class Console:
 
     Args:
       total: optimizer steps of the run.
-      start: steps already taken (after a resume).
       process: number of this process; of the others than 0 only warnings and errors are printed.
       level: `debug | info | warning | error`: the least that is printed. Steps and evaluations are info.
       file: where to print; standard output by default. A terminal gets the bar.
     """
 
-    def __init__(
-        self, total: int, *, start: int = 0, process: int = 0, level: str = "info", file: TextIO | None = None
-    ):
+    def __init__(self, total: int, *, process: int = 0, level: str = "info", file: TextIO | None = None):
         self._file = sys.stdout if file is None else file
         self._total = total
         self._process = process
@@ -94,7 +91,7 @@ class Console:
                 TimeRemainingColumn(),
                 console=rich,
             )
-            self._task = self._progress.add_task("step", total=total, completed=start, rate="")
+            self._task = self._progress.add_task("step", total=total, rate="")
             self._progress.start()
         logger = logging.getLogger("jtrain")
         logger.addHandler(self._handler)
@@ -105,6 +102,11 @@ class Console:
         """Moves the bar; cheap enough for every step."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, rate=self._rate)
+
+    def resume(self, step: int) -> None:
+        """Steps up to `step` were made before: the time left is not judged by them."""
+        if self._progress is not None and self._task is not None:
+            self._progress.reset(self._task, completed=step)
 
     def train(self, step: int, values: Mapping[str, Any]) -> None:
         """Prints the line of a training step."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """What a tracker does. A user's own class with these two methods may be given to the Trainer."""
+    """What a tracker does."""
 
     def log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Records the figures of a step; `split` is `train` or `eval`."""
@@ -68,14 +68,12 @@ class Trackers:
     Args:
       names: names of `TRACKERS`.
       run_dir: the run's directory.
-      extra: trackers that are already open.
     """
 
-    def __init__(self, names: Sequence[str], run_dir: str | os.PathLike[str], extra: Sequence[Tracker] = ()):
+    def __init__(self, names: Sequence[str], run_dir: str | os.PathLike[str]):
         self._open: dict[str, Tracker] = {}
         for name in names:
             self._guarded(name, self._add, name, epath.Path(run_dir))
-        self._open.update({f"{type(tracker).__name__}[{index}]": tracker for index, tracker in enumerate(extra)})
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -58,4 +58,4 @@ def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
-    return "; ".join(changed) or "the arguments' layout changed"
+    return "; ".join(changed)

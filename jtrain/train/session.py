@@ -132,6 +132,7 @@ class Session:
         state, meta, step = self.checkpoints.restore(abstract, step)
         self.saved(step)
         self.emit("resume", {"step": step})
+        self.console.resume(step)
         self.console.message(f"resumed from step {step} of {self.config.run_dir}")
         return state, meta
 

@@ -27,7 +27,7 @@ from jtrain.parallel.xla import compiler_options
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import LossScale, Precision, precision_policy
 
-INIT_STREAM, TRAIN_STREAM, DATA_STREAM, SAMPLE_STREAM = range(4)
+INIT_STREAM, TRAIN_STREAM, SAMPLE_STREAM = range(3)  # the data has keys of its own: jtrain/data/order.py
 
 
 def stream_key(seed: int, stream: int, step: int | jax.Array = 0) -> jax.Array:

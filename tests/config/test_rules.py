@@ -3,7 +3,7 @@
 import pytest
 
 from jtrain.config import load_config
-from jtrain.config.rules import apply_strategy, data_ranks, parse_mesh, resolve_batch, resolve_mesh, resolve_steps
+from jtrain.config.rules import apply_strategy, data_ranks, resolve_batch, resolve_mesh, resolve_steps
 from jtrain.config.schema import Config, MeshConfig
 from jtrain.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_tensor_does_not_divide_rows():
 
 def test_one_axis_takes_what_is_left():
     assert resolve_mesh(MeshConfig(data=1, fsdp=-1, tensor=2), 8)["fsdp"] == 4
-    assert resolve_mesh(parse_mesh("tensor=4"), 4)["data"] == 1
+    assert resolve_mesh(config(mesh="tensor=4").mesh, 4)["data"] == 1
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_the_nearest_meshes_are_legal():
     suggested = message.split("mesh: ")[-1].split("; or devices")[0].split(", or ")
     assert len(suggested) == 3
     for mesh in suggested:
-        assert resolve_mesh(parse_mesh(mesh), 24)
+        assert resolve_mesh(config(mesh=mesh).mesh, 24)
 
 
 def test_slices_are_spanned_by_data_or_fsdp():
-    assert resolve_mesh(parse_mesh("fsdp=4,slices=2"), 8)["data"] == 2
-    assert resolve_mesh(parse_mesh("data=1,fsdp=8,slices=2"), 8)["fsdp"] == 8
+    assert resolve_mesh(config(mesh="fsdp=4,slices=2").mesh, 8)["data"] == 2
+    assert resolve_mesh(config(mesh="data=1,fsdp=8,slices=2").mesh, 8)["fsdp"] == 8
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_row_ids_name_the_row_that_is_read():
 
 def test_evaluation_rows_past_the_end_hold_no_target():
     rows = EvalRows([numbered(3), numbered(2, first=10)])
-    assert (len(rows), rows.batches(4)) == (5, 2)
+    assert len(rows) == 5
     batch = rows.rows(np.arange(4, 8))
     assert batch["input_ids"][0, 0] == 11
     assert (batch["labels"][0] != IGNORE).sum() == 3

@@ -1,4 +1,5 @@
 import functools
+import re
 from typing import get_args
 
 import jax
@@ -25,7 +26,8 @@ def test_every_policy_saves_something_else():
     programs = set()
     for name in get_args(Remat):
         run, params = gradient(name)
-        programs.add(str(run.trace(params).jaxpr))
+        # Without the policy's own name: what is kept has to differ.
+        programs.add(re.sub(r"policy=.*", "", str(run.trace(params).jaxpr)))
     assert len(programs) == len(get_args(Remat)) == 9
 
 

@@ -66,10 +66,12 @@ def test_a_file_gets_plain_lines_and_nothing_else():
 def test_a_terminal_gets_a_bar_and_messages_keep_their_brackets(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
-    with Console(300, start=40, file=file) as console:
+    with Console(300, file=file) as console:
+        console.resume(40)
         console.train(50, {"loss": 1.0, "tokens_per_second": 18_234.0})
         console.advance(50)
         console.message("mesh [data=2]")
+    assert "40/300" in file.getvalue()
     assert "50/300" in file.getvalue() and "18.2k tok/s" in file.getvalue() and "mesh [data=2]" in file.getvalue()
 
 

@@ -29,14 +29,15 @@ def test_tensorboard_reads_back_what_was_logged_and_leaves_unknown_figures_out(t
     assert [(x.step, x.value) for x in events.Scalars("train/loss")] == [(1, 2.5), (2, 2.25)]
 
 
-def test_a_failing_tracker_is_dropped_with_a_warning_and_the_others_go_on(tmp_path, caplog):
+def test_a_failing_tracker_is_dropped_with_a_warning_and_the_others_go_on(tmp_path, caplog, monkeypatch):
     good, bad = Recorder(), Recorder(fail_at=2)
-    trackers = Trackers([], tmp_path, extra=[bad, good])
+    monkeypatch.setattr("jtrain.observe.trackers.TRACKERS", {"bad": lambda _: bad, "good": lambda _: good})
+    trackers = Trackers(["bad", "good"], tmp_path)
     with caplog.at_level(logging.WARNING, logger="jtrain"):
         for step in (1, 2, 3):
             trackers.log(step, "train", {"loss": 1.0})
     assert [line[0] for line in good.lines] == [1, 2, 3] and [line[0] for line in bad.lines] == [1]
-    assert trackers.names == ("Recorder[1]",)
+    assert trackers.names == ("good",)
     assert len(caplog.records) == 1 and "server away" in caplog.text
     trackers.close()
     assert good.closed

@@ -24,7 +24,7 @@ MAX_STEPS = 2**31
 DURATION = re.compile(
     r"(?P<number>(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][+-]?\d{1,3})?)\s*(?P<unit>%|steps?|epochs?|tokens?)?"
 )
-"""The text form of a `Duration`: a number that is not negative, and perhaps a unit. Bounded, since it is read exactly."""
+"""The text form of a `Duration`: a number that is not negative, and perhaps a unit. Bounded: it is read exactly."""
 
 
 def _duration(value: Any) -> Any:

@@ -43,7 +43,8 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_mesh(mesh, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
-    array = _arrange(shape, devices) if mesh.slices == 1 else _arrange_slices(shape, mesh.slices, devices)
+    groups = _slices_of(devices, mesh.slices)
+    array = _arrange(shape, groups[0]) if len(groups) == 1 else _arrange_slices(shape, groups)
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -64,24 +65,26 @@ def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
 
 
-def _arrange_slices(shape: tuple[int, ...], slices: int, devices: list[jax.Device]) -> np.ndarray:
+def _arrange_slices(shape: tuple[int, ...], groups: list[list[jax.Device]]) -> np.ndarray:
     """Slices across the first axis that they divide; every other axis stays inside a slice."""
+    slices = len(groups)
     sizes = dict(zip(AXES, shape, strict=True))
     across = next(axis for axis in _ACROSS_SLICES if sizes[axis] % slices == 0)  # resolve_mesh made sure
     inside = tuple(size // slices if axis == across else size for axis, size in sizes.items())
     position = AXES.index(across)
-    groups = _slices_of(devices, slices)
     return np.concatenate([_arrange(inside, group) for group in groups], axis=position)
 
 
 def _slices_of(devices: list[jax.Device], slices: int) -> list[list[jax.Device]]:
-    """The devices of each slice: as the hardware says, else (GPU islands, CPU) equal runs of the device order."""
+    """The devices of each slice. TPUs say which; elsewhere equal runs of the device order, hosts that belong together
+    (as the hardware says) side by side: several may be one island."""
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_slice.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
-    if len(by_slice) == 1:
+    ordered = [device for index in sorted(by_slice) for device in by_slice[index]]
+    if len(by_slice) == 1 or devices[0].platform != "tpu":
         size = len(devices) // slices
-        return [devices[i * size : (i + 1) * size] for i in range(slices)]
+        return [ordered[i * size : (i + 1) * size] for i in range(slices)]
     if len(by_slice) != slices or len({len(group) for group in by_slice.values()}) != 1:
         found = ", ".join(f"slice {index}: {len(group)}" for index, group in sorted(by_slice.items()))
         raise ConfigError(

@@ -247,9 +247,9 @@ class OptimizerConfig(Section):
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """First-moment decay (momentum, for sgd and muon)."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Second-moment decay; adafactor: its decay exponent stays 0.8, and this is not read."""
+    """Second-moment decay; lion: that of its momentum. Not read by sgd, nor by adafactor (its exponent stays 0.8)."""
     eps: Annotated[float, Field(gt=0.0)] = 1.0e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment (adamw, and what muon leaves to it)."""
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
     decay_rules: tuple[tuple[str, float], ...] = ((r".*(norm|bias).*", 0.0), (r".*", 1.0))
@@ -266,7 +266,7 @@ class ScheduleConfig(Section):
     warmup_steps: Duration = 0.05
     """Update k of the first w uses learning_rate * k / w. A number below 1 is a ratio of the run."""
     min_ratio: Ratio = 0.1
-    """The last update's learning rate, as a ratio of the peak."""
+    """The last update's learning rate, as a ratio of the peak (rsqrt: its least; constant: not read)."""
     decay_steps: Duration = 0.2
     """wsd: length of the decay at the end."""
 

@@ -49,6 +49,7 @@ class Checkpoints:
 
     Raises:
       StorageError: the folder can't be made.
+      ConfigError: its path holds what Orbax takes as a pattern.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Checkpoints:
         self._last_failure: Failure | None = None
         self._own: set[int] = set()  # steps of this run's line: saved or restored here
         self._manifests: dict[int, Manifest] = {}
+        if not read_only:
+            layout.check_name(self.run_dir)
         if not read_only and peers.index() == 0:
             files.make_folder(self.run_dir)
             self._sweep()

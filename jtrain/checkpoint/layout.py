@@ -18,6 +18,8 @@ import os
 
 from etils import epath
 
+from jtrain.errors import ConfigError
+
 MANIFEST = "manifest.json"
 META = "meta/metadata"
 QUARANTINE = "_quarantine"
@@ -30,6 +32,22 @@ def run_path(run_dir: epath.PathLike) -> epath.Path:
     """The run directory as an absolute path (Orbax wants one), or the URL that it is."""
     text = os.fspath(run_dir)
     return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
+
+
+def check_name(run_dir: epath.Path) -> None:
+    """Sees that Orbax can save below this path: it looks for its own files with `glob`, and takes the path as a pattern.
+
+    With `[` it finds none, and leaves a checkpoint without arrays; with `*` it may find those of another run.
+
+    Raises:
+      ConfigError: the path holds such a character.
+    """
+    found = next((character for character in "*?[" if character in os.fspath(run_dir)), None)
+    if found is not None:
+        raise ConfigError(
+            f"run_dir={os.fspath(run_dir)!r} holds {found!r}: Orbax takes it as a pattern and can't save there",
+            "give a run_dir whose path has none of * ? [",
+        )
 
 
 def checkpoints_root(run_dir: epath.PathLike) -> epath.Path:

@@ -14,7 +14,7 @@ from etils import epath
 from jtrain.checkpoint import peers
 from jtrain.checkpoint.failures import describe, unpack
 from jtrain.checkpoint.files import remove_tree, storage_errno, storage_error, write_atomic
-from jtrain.checkpoint.layout import run_path
+from jtrain.checkpoint.layout import check_name, run_path
 from jtrain.errors import ConfigError, StorageError
 
 _IDENTITY = ".run.json"
@@ -42,9 +42,10 @@ def open_run_dir(path: epath.PathLike) -> RunDir:
 
     Raises:
       StorageError: it can't be made or written; names the path.
-      ConfigError: the path is a file.
+      ConfigError: the path is a file, or holds what Orbax takes as a pattern.
     """
     folder = run_path(path)
+    check_name(folder)
     answer: dict[str, Any] | None = None
     if peers.index() == 0:
         try:

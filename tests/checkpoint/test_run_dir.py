@@ -3,6 +3,7 @@ import subprocess
 
 import pytest
 
+from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.run_dir import open_run_dir
 from jtrain.errors import ConfigError, Exit, StorageError
 
@@ -27,6 +28,15 @@ def test_a_file_in_its_place_is_a_config_error(tmp_path):
         open_run_dir(tmp_path / "run")
     with pytest.raises(StorageError, match="Not a directory"):
         open_run_dir(tmp_path / "run" / "deeper")
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?/b"])
+def test_a_path_that_orbax_takes_as_a_pattern_is_refused(tmp_path, name):
+    # Orbax 0.12 said "Skipping merge of OCDBT checkpoints", and the arrays could not be read back.
+    for make in (open_run_dir, Checkpoints):
+        with pytest.raises(ConfigError, match="as a pattern"):
+            make(tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_identity_is_named(tmp_path):

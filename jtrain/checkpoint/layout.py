@@ -35,7 +35,7 @@ def run_path(run_dir: epath.PathLike) -> epath.Path:
 
 
 def check_name(run_dir: epath.Path) -> None:
-    """Sees that Orbax can save below this path: it looks for its own files with `glob`, and takes the path as a pattern.
+    """Sees that Orbax can save below this path: it looks for its files with `glob`, and takes the path as a pattern.
 
     With `[` it finds none, and leaves a checkpoint without arrays; with `*` it may find those of another run.
 

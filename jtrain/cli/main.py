@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    messages = logging.StreamHandler()
+    if not debug:
+        messages.addFilter(_has_no_traceback)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[messages])
     try:
         return int(_dispatch(args))
     except BrokenPipeError:  # `jtrain config docs | head`: nobody reads on
@@ -56,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exception(cause_of(error))
         return _ended_by(error, debug)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Leaves out what Orbax logs of a failed save, a traceback for each of its threads and tasks: our line says it."""
+    return not (record.name in ("absl", "asyncio") and record.exc_info)
 
 
 def _ended_by(error: BaseException, debug: bool) -> int:

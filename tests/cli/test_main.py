@@ -1,6 +1,7 @@
 """The program: verbs, exit codes, one short message a mistake, and how fast help comes."""
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -44,6 +45,17 @@ def task(monkeypatch):
 def test_help_lists_the_verbs(run):
     code, out, _ = run("--help")
     assert code == 0 and all(f"  {verb.name} " in out for verb in VERBS)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_tracebacks_of_orbax_threads_are_shown_with_debug_alone(run, monkeypatch, capsys, debug):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    run("--version", *["--debug"] * debug)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).error("a save failed", exc_info=OSError("no space left"))
+    logging.getLogger("absl").warning("a warning")
+    err = capsys.readouterr().err
+    assert ("no space left" in err) == debug and "a warning" in err
 
 
 def test_every_verb_has_a_help_page(run):

@@ -55,7 +55,11 @@ class Projection(nnx.Module):
         kernel = self.kernel[...].astype(x.dtype)
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
         if repeats > 1:
+            # Such a kernel is stored divided along D. In small moves: whole heads first, then repeated, then cut by
+            # heads; in one, the partitioner would gather everything everywhere.
+            kernel = constrain(kernel, *("embed" if axis == "embed" else None for axis in self.axes))
             kernel = jnp.repeat(kernel, repeats, axis=self.input_rank)
+            kernel = constrain(kernel, *self.axes)
             bias = None if bias is None else jnp.repeat(bias, repeats, axis=0)
         kernel = constrain(kernel, *(_AT_USE.get(axis) for axis in self.axes))
         y = jnp.tensordot(x, kernel, axes=self.input_rank)

@@ -144,6 +144,7 @@ class Trainer:
                     raise lost from error
                 raise
             session.emit("end", {"step": self.counters.step})
+            self.say(f"done: step {self.counters.step}" + ("" if session.dry else f", saved in {self.config.run_dir}"))
         return self.history
 
     @property
@@ -211,10 +212,11 @@ class Trainer:
         """What the run is, in a few words each: printed when it starts."""
         abstract, batch = self.plan.abstract, self.program.batch
         size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+        plural = "es" if batch.accumulation > 1 else ""
         return [
             f"{size:,} parameters on {describe(self.mesh)}",
             f"state {bytes_per_device(abstract) / 2**20:,.1f} MiB a device",
-            f"{batch.total} rows a step, in {batch.accumulation} of {batch.rows}",
+            f"{batch.total} rows a step ({batch.accumulation} micro-batch{plural} of {batch.rows})",
             self.program.precision.name,
         ]
 

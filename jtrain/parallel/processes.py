@@ -45,9 +45,22 @@ def start(config: Config) -> list[jax.Device]:
             _join(config.distributed)
     if lost.several():
         lost.watch()
-    if config.precision == "64-true":
-        jax.config.update("jax_enable_x64", True)
+    _set_x64(config.precision == "64-true")
     return _devices(config)
+
+
+_own_x64 = False
+
+
+def _set_x64(wanted: bool) -> None:
+    """float64 for the run that wants it; the next run in this program is again without, unless its user chose so."""
+    global _own_x64
+    if wanted and not jax.config.jax_enable_x64:
+        jax.config.update("jax_enable_x64", True)
+        _own_x64 = True
+    elif not wanted and _own_x64:
+        jax.config.update("jax_enable_x64", False)
+        _own_x64 = False
 
 
 def is_main() -> bool:

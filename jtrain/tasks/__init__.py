@@ -20,9 +20,15 @@ def run(config: Config) -> int:
     from jtrain.errors import Preempted
     from jtrain.parallel import processes
     from jtrain.tasks.pretrain import PretrainTrainer
+    from jtrain.train.preemption import leaves_at_once
+    from jtrain.train.session import check_run_dir
 
     try:
-        PretrainTrainer(config).fit()
+        with leaves_at_once():
+            processes.start(config)
+            check_run_dir(config)  # now, not when the data has been tokenised
+            trainer = PretrainTrainer(config)
+        trainer.fit()
     except Preempted:
         processes.shutdown()  # all of them are here
         raise

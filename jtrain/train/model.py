@@ -7,6 +7,7 @@ inside the traced step.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,8 @@ def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> Fun
         build: ModelFactory = lambda rngs: module  # noqa: E731
         given = nnx.split(module, nnx.Param, nnx.Not(nnx.RngState), ...)[1:3]
     elif callable(model):
-        build = lambda rngs: model(rngs=rngs)  # type: ignore[call-arg]  # noqa: E731
+        named = "rngs" in inspect.signature(model).parameters
+        build = lambda rngs: model(rngs=rngs) if named else model(rngs)  # type: ignore[call-arg]  # noqa: E731
         given = None
     else:
         raise ConfigError(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+from jtrain.errors import Preempted
+from jtrain.parallel.lost import several
 
 
 class Preemption:
@@ -44,3 +49,25 @@ class Preemption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._flag = True
+
+
+@contextlib.contextmanager
+def leaves_at_once() -> Iterator[None]:
+    """While a run is put together SIGTERM ends it at once: there is nothing to save, and no step to wait for.
+
+    Raises:
+      Preempted: from wherever the program is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise Preempted("preempted before the first step, nothing to save", saved=False)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        if not several():  # else jax.distributed has taken the signal over meanwhile
+            signal.signal(signal.SIGTERM, previous)

@@ -19,7 +19,7 @@ from jtrain.checkpoint.run_dir import open_run_dir
 from jtrain.config.differences import Difference, differences
 from jtrain.config.export import to_dict, to_yaml
 from jtrain.config.schema import Config
-from jtrain.errors import ConfigError, PeerLostError
+from jtrain.errors import CheckpointError, ConfigError, PeerLostError
 from jtrain.observe.console import Console
 from jtrain.observe.metrics import Events, MetricsLog
 from jtrain.observe.trackers import Trackers
@@ -74,11 +74,7 @@ class Session:
             async_save=section.async_save,
             on_event=self.emit,
         )
-        if section.resume == "never" and self.checkpoints.steps():
-            raise ConfigError(
-                f"checkpoint.resume is never, but run_dir={config.run_dir!r} holds checkpoints",
-                "give another run_dir, or write checkpoint.resume: auto",
-            )
+        _check_fresh(config, self.checkpoints)
 
     def due(self, step: int) -> bool:
         """Whether anything that needs the state waits for update `step`."""
@@ -137,25 +133,7 @@ class Session:
         return state, meta
 
     def _check_resume(self, meta: dict[str, Any], fingerprint: str | None) -> None:
-        harmless, refused = differences(meta["config"], self.config)
-        before = meta.get("data")
-        if not refused and before is not None and fingerprint is not None and before != fingerprint:
-            refused = [Difference("fingerprint of the training data", before, fingerprint)]
-        platform = random_platform()
-        for name, value in meta["random"].items():
-            now = platform.get(name)
-            if now != value:
-                raise ConfigError(
-                    f"the checkpoint's random numbers were drawn with {name}={value!r}, now it is {now!r}",
-                    "set it as it was, or start a new run with --checkpoint.init_from",
-                )
-        if refused:
-            lines = "\n".join(f"  {difference}" for difference in refused)
-            raise ConfigError(
-                f"run_dir={self.config.run_dir!r} belongs to a run with another config:\n{lines}",
-                "give another run_dir; or start a new run from its parameters with --checkpoint.init_from",
-            )
-        for difference in harmless:
+        for difference in resumable(meta, self.config, fingerprint):
             self.console.message(f"changed on resume: {difference}")
 
     def emit(self, event: str, fields: dict[str, Any] | None = None) -> None:
@@ -195,6 +173,64 @@ class Session:
         if isinstance(error, PeerLostError):
             self.checkpoints = None  # a save that is under way can't end without the peer
         self.close()
+
+
+def check_run_dir(config: Config) -> None:
+    """Sees, before data is read and a model is built, that the run may go on in its directory.
+
+    Raises:
+      StorageError: it can't be written.
+      ConfigError: it is in use, another run's, or holds checkpoints under `checkpoint.resume: never`.
+    """
+    if config.fast_dev_run:
+        return
+    run = open_run_dir(config.run_dir)
+    with RunLock(run.path, run.run_id), Checkpoints(run.path, read_only=True) as checkpoints:
+        _check_fresh(config, checkpoints)
+        for step in reversed(checkpoints.steps()):
+            with contextlib.suppress(CheckpointError):  # restore deals with it
+                resumable(checkpoints.read_meta(step), config, None)
+                return
+
+
+def _check_fresh(config: Config, checkpoints: Checkpoints) -> None:
+    if config.checkpoint.resume == "never" and checkpoints.steps():
+        raise ConfigError(
+            f"checkpoint.resume is never, but run_dir={config.run_dir!r} holds checkpoints",
+            "give another run_dir, or write checkpoint.resume: auto",
+        )
+
+
+def resumable(meta: dict[str, Any], config: Config, fingerprint: str | None) -> list[Difference]:
+    """What differs between a checkpoint and the run that goes on from it, all of it harmless.
+
+    Args:
+      meta: the checkpoint's JSON.
+      config: the run's.
+      fingerprint: of the training rows; None: not known.
+
+    Raises:
+      ConfigError: a difference that would make it another run.
+    """
+    harmless, refused = differences(meta["config"], config)
+    before = meta.get("data")
+    if not refused and before is not None and fingerprint is not None and before != fingerprint:
+        refused = [Difference("fingerprint of the training data", before, fingerprint)]
+    platform = random_platform()
+    for name, value in meta["random"].items():
+        now = platform.get(name)
+        if now != value:
+            raise ConfigError(
+                f"the checkpoint's random numbers were drawn with {name}={value!r}, now it is {now!r}",
+                "set it as it was, or start a new run with --checkpoint.init_from",
+            )
+    if refused:
+        lines = "\n".join(f"  {difference}" for difference in refused)
+        raise ConfigError(
+            f"run_dir={config.run_dir!r} belongs to a run with another config:\n{lines}",
+            "give another run_dir; or start a new run from its parameters with --checkpoint.init_from",
+        )
+    return harmless
 
 
 def random_platform() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from jtrain import Callback
 from jtrain.errors import Exit, Preempted
 from jtrain.observe.metrics import read_metrics
+from jtrain.train.preemption import leaves_at_once
 from jtrain.train.session import Session
 from tests.train.fits import Diary, checkpoints, examples, make
 
@@ -132,3 +134,11 @@ def test_fit_again_in_one_process_goes_on_after_a_stop_and_leaves_a_finished_run
     assert [line["step"] for line in trainer.fit().train] == [6, 7, 8, 9, 10]
     assert outcome(trainer) == undisturbed
     assert trainer.fit().train == [] and outcome(trainer) == undisturbed
+
+
+def test_before_the_first_step_sigterm_ends_the_run_at_once_and_gives_the_handler_back():
+    with pytest.raises(Preempted) as caught, leaves_at_once():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(10)
+    assert caught.value.exit_code == 11
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jtrain import Callback
 from jtrain.checkpoint import RunLock, arrays
+from jtrain.cli.main import main
 from jtrain.config import load_config
 from jtrain.errors import CheckpointError, ConfigError, Exit
 from jtrain.observe.metrics import read_events, read_metrics
@@ -230,3 +231,16 @@ def test_a_dry_session_has_no_files_and_logs_to_the_console_alone(tmp_path, caps
 def test_the_config_that_is_written_starts_the_same_run(finished):
     run_dir, trainer = finished
     assert load_config(run_dir / "config.yaml", env={}) == trainer.config
+
+
+def test_a_run_dir_that_cannot_be_written_is_said_before_the_data_is_looked_for(capsys):
+    assert main(["pretrain", "--run_dir", "/proc/jtrain", "--data.train", "README.md", "--accelerator", "cpu"]) == 14
+    assert "/proc/jtrain" in capsys.readouterr().err
+
+
+def test_so_is_a_directory_that_belongs_to_another_run(tmp_path, capsys):
+    make(tmp_path, max_steps=2).fit()
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xff not text")  # would be answered with 65
+    assert main(["pretrain", "--run_dir", str(tmp_path), "--data.train", str(path), "--accelerator", "cpu"]) == 64
+    assert "belongs to a run with another config" in capsys.readouterr().err

@@ -7,6 +7,7 @@ manifest, and only with that the step exists. Then retention removes what is sur
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -48,7 +49,7 @@ class Checkpoints:
       read_only: leaves everything as it is: nothing is swept or moved away, and `save` is refused.
 
     Raises:
-      StorageError: the folder can't be made.
+      StorageError: the folder can't be made, or what a killed run left there can't be cleared.
       ConfigError: its path holds what Orbax takes as a pattern.
     """
 
@@ -83,7 +84,10 @@ class Checkpoints:
             layout.check_name(self.run_dir)
         if not read_only and peers.index() == 0:
             files.make_folder(self.run_dir)
-            self._sweep()
+            try:
+                self._sweep()
+            except OSError as error:
+                raise files.storage_error(self.root, error.errno or errno.EIO, "can't be cleared") from error
         found = peers.exchange("checkpoint_steps", layout.finished_steps(self.root) if peers.index() == 0 else None)[0]
         self._durable_step: int | None = found[-1] if found else None
 

@@ -39,6 +39,12 @@ def test_a_path_that_orbax_takes_as_a_pattern_is_refused(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_in_place_of_the_checkpoints_is_a_storage_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(StorageError, match="checkpoints: can't be cleared: Not a directory"):
+        Checkpoints(tmp_path)
+
+
 def test_a_damaged_identity_is_named(tmp_path):
     (tmp_path / ".run.json").write_text("{")
     with pytest.raises(StorageError, match=r"\.run\.json is damaged"):

@@ -122,7 +122,7 @@ class TrainRows:
       shuffle: False: the sources' own order, the same in every epoch.
 
     Raises:
-      DataError: there are no rows.
+      DataError: there are no rows, or nothing in them to predict.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class TrainRows:
         self._sizes = [len(source) for source in sources]
         if not self._sizes or not min(self._sizes if weights else [sum(self._sizes)]):
             raise DataError("the training data holds no rows", "Check data.train: the files may be empty.")
+        _check_targets("the training data", self.sources)
         self._offsets = np.cumsum([0, *self._sizes])
         self._seed = seed
         self._shuffle = shuffle
@@ -174,7 +175,7 @@ class EvalRows:
     """Rows in order, once. Rows past the end hold no target, so that a last partial batch is counted exactly.
 
     Raises:
-      DataError: there are no rows.
+      DataError: there are no rows, or nothing in them to predict.
     """
 
     def __init__(self, sources: Sequence[PackedRows]):
@@ -182,6 +183,7 @@ class EvalRows:
         self._offsets = np.cumsum([0, *(len(source) for source in sources)])
         if not len(self):
             raise DataError("the evaluation data holds no rows", "Check data.eval: the files may be empty.")
+        _check_targets("the evaluation data", self.sources)
         self.fingerprint = _fingerprint(sources, [], False)
 
     def __len__(self) -> int:
@@ -201,6 +203,12 @@ class EvalRows:
             for name, blank in (("labels", IGNORE), ("segment_ids", 0), ("position_ids", 0), ("bytes", 0)):
                 batch[name][past] = blank
         return batch
+
+
+def _check_targets(what: str, sources: Sequence[PackedRows]) -> None:
+    """Two tokens make one target: without any, the loss would be 0 and nothing would be learned."""
+    if max(int(source.plan.lengths.max(initial=0)) for source in sources) < 2:
+        raise DataError(f"{what} holds nothing to predict: no document has two tokens", "Give longer documents.")
 
 
 def epoch_order(places: np.ndarray, size: int, key: int, shuffle: bool = True) -> np.ndarray:

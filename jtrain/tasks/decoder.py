@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from jtrain.config.names import nearest
 from jtrain.config.schema import Config, ModelConfig
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.presets import preset
+from jtrain.parallel.sharding import RULES
 
 _SHAPE_FIELDS = tuple(
     name for name in ModelConfig.model_fields if name != "preset" and name in DecoderConfig.__dataclass_fields__
@@ -19,7 +21,8 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
     """The decoder's shape: the preset, the fields that replace its own, the tokenizer's vocabulary.
 
     Raises:
-      ConfigError: an unknown preset, a row longer than the model takes, heads that `mesh.tensor` does not divide.
+      ConfigError: an unknown preset, a row longer than the model takes, a sharding rule for no dimension of it, heads
+        that `mesh.tensor` does not divide.
       DataError: a tokenizer with more tokens than the model's vocabulary.
     """
     section = config.model
@@ -32,11 +35,20 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
             f"{section.vocab_size}",
             f"write model.vocab_size: {tokenizer.vocab_size} (or more), or leave it out",
         )
+    if config.max_length < 2:
+        raise ConfigError(f"max_length={config.max_length} leaves no token to predict", "write max_length: 2 (or more)")
     if config.max_length > shape.max_position_embeddings:
         raise ConfigError(
             f"max_length={config.max_length} is over model.max_position_embeddings={shape.max_position_embeddings}",
             f"write max_length: {shape.max_position_embeddings} (or less), or raise model.max_position_embeddings",
         )
+    for name in config.sharding.rules:
+        if name not in RULES:
+            meant = nearest(name, RULES)
+            raise ConfigError(
+                f"sharding.rules.{name}: a decoder has no such dimension",
+                f"did you mean {meant}?" if meant else f"its dimensions: {', '.join(RULES)}",
+            )
     if config.mesh.tensor > 1:
         check_tensor(shape, config.mesh.tensor)
     return shape

@@ -138,8 +138,11 @@ def test_the_fingerprint_follows_the_data_and_the_packing_but_not_the_seed():
     assert len({base, *(other.fingerprint for other in others)}) == 6
 
 
-def test_no_rows_at_all_is_a_data_error():
+def test_no_rows_at_all_or_nothing_to_predict_is_a_data_error():
     empty = packed([], 4)
+    for rows in (lambda source: TrainRows([source], seed=0), lambda source: EvalRows([source])):
+        with pytest.raises(DataError, match="nothing to predict"):
+            rows(packed([[1], [2]], 4))
     with pytest.raises(DataError, match="no rows"):
         TrainRows([empty], seed=0)
     with pytest.raises(DataError, match="no rows"):

@@ -155,6 +155,8 @@ def test_another_field_may_hold_the_text(tmp_path):
     (
         ({"model": {"preset": "lama-tiny"}}, ConfigError, "lama-tiny", "llama-tiny"),
         ({"model": {"max_position_embeddings": 16}}, ConfigError, "max_length=32 is over", "max_length: 16"),
+        ({"max_length": 1}, ConfigError, "max_length=1 leaves no token to predict", "max_length: 2"),
+        ({"sharding": {"rules": {"head": ()}}}, ConfigError, "rules.head: a decoder has no such", "mean heads"),
         ({"mesh": {"tensor": 8}, "devices": 8}, ConfigError, "num_attention_heads=4.*mesh.tensor=8", "mesh.tensor: 4"),
         (
             {"mesh": {"tensor": 8}, "devices": 8, "model": {"num_attention_heads": 8, "intermediate_size": 36}},
@@ -232,7 +234,7 @@ def test_a_sample_is_drawn_from_the_parameters_that_are_evaluated(use_ema, tmp_p
 
 def test_prompts_are_continued_when_the_run_ends(tmp_path, capsys):
     def samples(**section):
-        make(tmp_path / str(section), train_dataset=TRAIN, max_steps=1, eval=section).fit()
+        make(tmp_path / str(section.get("sample_tokens")), train_dataset=TRAIN, max_steps=1, eval=section).fit()
         printed = capsys.readouterr().out
         return re.findall(r"^--- sample\nthe quick((?:.|\n)*?)\n---$", printed, re.MULTILINE)
 

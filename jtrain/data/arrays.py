@@ -28,7 +28,7 @@ class ArrayRows:
       once: True: rows from len on are filling, with weight 0; False: the next pass begins.
 
     Raises:
-      DataError: no examples, or arrays of different lengths.
+      DataError: no examples, arrays of different lengths, or what is not numbers by name.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ArrayRows:
         if isinstance(data, Mapping):
             self._arrays = {name: np.asarray(array) for name, array in data.items()}
             self._examples: Sequence[Mapping[str, Any]] = ()
-            lengths = {name: len(array) for name, array in self._arrays.items()}
+            lengths = {name: len(array) if array.ndim else 0 for name, array in self._arrays.items()}
             if len(set(lengths.values())) > 1:
                 raise DataError(f"the arrays of a dataset have different lengths: {lengths}")
             self._size = next(iter(lengths.values()), 0)
@@ -55,6 +55,11 @@ class ArrayRows:
         self._seed = seed
         self._shuffle = shuffle and not once
         self._once = once
+        for name, values in self._read(np.zeros(1, np.int64)).items():
+            if not isinstance(name, str) or values.dtype.kind in "OSUMm":
+                raise DataError(
+                    f"the dataset's {name!r} holds {values.dtype}", "Give numbers by name; leave the rest out."
+                )
 
     @property
     def fingerprint(self) -> str:
@@ -90,6 +95,10 @@ class ArrayRows:
         if self._arrays:
             return {name: array[examples] for name, array in self._arrays.items()}
         found = [self._examples[int(example)] for example in examples]
+        if not isinstance(found[0], Mapping):
+            raise DataError(
+                f"an example is a {type(found[0]).__name__}, not a dict", "Give arrays by name, or a sequence of dicts."
+            )
         try:
             return {name: np.stack([np.asarray(item[name]) for item in found]) for name in found[0]}
         except (KeyError, ValueError) as error:

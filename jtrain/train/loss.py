@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from jtrain.errors import ConfigError
 
 Metric = tuple[jax.Array, jax.Array]
 """(sum, count): two scalars that may be added over micro-batches, devices and batches before they are divided."""
@@ -36,6 +39,24 @@ LossFn = Callable[[Any, dict[str, jax.Array], jax.Array | None], Loss]
 the same for all micro-batches and devices of a step: draw per row with `row_keys(rng, batch["row"])`, and the result
 does not depend on how the batch is divided. In evaluation `rng` is None: nothing random happens.
 """
+
+
+def call_loss(loss_fn: LossFn, model: Any, batch: dict[str, jax.Array], rng: jax.Array | None) -> Loss:
+    """Calls a loss function and sees that it keeps the contract; a matter of shapes, so tracing suffices.
+
+    Raises:
+      ConfigError: what it returned is no `Loss` of scalars.
+    """
+    loss = loss_fn(model, batch, rng)
+    if not isinstance(loss, Loss):
+        raise ConfigError(f"loss_fn returned a {type(loss).__name__}", "return jtrain.Loss(sum, count, metrics)")
+    if not isinstance(loss.metrics, dict):
+        raise ConfigError(f"loss_fn: metrics is a {type(loss.metrics).__name__}", "return name -> (sum, count)")
+    for name, pair in {"the loss": (loss.sum, loss.count), **loss.metrics}.items():
+        shapes = [jnp.shape(value) for value in pair] if isinstance(pair, tuple | list) else jnp.shape(pair)
+        if shapes != [(), ()]:
+            raise ConfigError(f"loss_fn: {name} is no (sum, count) of two scalars: {shapes}", "sum it over the rows")
+    return loss
 
 
 def row_keys(rng: jax.Array, row: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jtrain.ops.logical import logical_rules
-from jtrain.train.loss import Loss, LossFn
+from jtrain.train.loss import Loss, LossFn, call_loss
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import Precision
 from jtrain.train.schedules import Schedule
@@ -74,7 +74,7 @@ def make_train_step(
             whole = precision.cast(combine(trained, params, plan.trainable))
             module = model.merge(whole, variables, _per_micro_batch(rng, micro))
             module.train()
-            loss = loss_fn(module, micro, rng)
+            loss = call_loss(loss_fn, module, micro, rng)
             return loss.sum * scale, (loss, model.variables_of(module))
 
         grads, (loss, variables) = jax.grad(scaled_sum, has_aux=True)(select(params, plan.trainable))
@@ -139,7 +139,7 @@ def make_eval_step(
     """
 
     def eval_step(module: Any, batch: Batch) -> Loss:
-        losses = jax.lax.map(lambda micro: loss_fn(module, micro, None), batch)
+        losses = jax.lax.map(lambda micro: call_loss(loss_fn, module, micro, None), batch)
         return jax.tree.map(lambda x: x.sum(0), losses)
 
     return make_forward(model, plan, eval_step, compiler_options=compiler_options)

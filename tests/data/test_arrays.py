@@ -49,6 +49,11 @@ def test_weights_of_the_dataset_are_kept():
         ({"a": np.zeros(3), "b": np.zeros(4)}, "different lengths"),
         ([], "no examples"),
         ({}, "no examples"),
+        ({"a": np.float32(3)}, "no examples"),
+        ({"a": np.zeros(3), "s": np.asarray(["x"] * 3)}, "'s' holds <U1"),
+        ({0: np.zeros(3)}, "0 holds float64"),
+        ([1, 2], "an example is a int, not a dict"),
+        ("text", "an example is a str, not a dict"),
     ],
 )
 def test_a_dataset_that_is_no_dataset_is_refused(data, message):

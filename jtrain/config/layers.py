@@ -216,6 +216,8 @@ def read_text(path: str, text: str, *, translated: bool = False) -> Any:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()  # a number of NumPy or JAX
     if isinstance(value, list | tuple):
         return type(value)(_plain_value(item) for item in value)
     return value

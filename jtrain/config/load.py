@@ -58,6 +58,10 @@ def from_source(source: Source) -> Layer:
         return layers.from_config(source)
     if isinstance(source, Mapping):
         return layers.from_mapping(source, str)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"config: a {type(source).__name__}", "Give a Config, a YAML file, a recipe's name or a dict."
+        )
     return from_file(paths.find_config(source))
 
 

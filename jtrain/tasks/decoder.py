@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from jtrain.config.names import nearest
 from jtrain.config.schema import Config, ModelConfig
+from jtrain.data.rows import Rows
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.presets import preset
 from jtrain.parallel.sharding import RULES
 
+_CHECKED_ROWS = 16
 _SHAPE_FIELDS = tuple(
     name for name in ModelConfig.model_fields if name != "preset" and name in DecoderConfig.__dataclass_fields__
 )
@@ -52,6 +56,28 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
     if config.mesh.tensor > 1:
         check_tensor(shape, config.mesh.tensor)
     return shape
+
+
+def check_rows(rows: Rows, length: int, vocab_size: int) -> None:
+    """Looks into the first rows that a caller brings: on a device a token too large would be another one silently.
+
+    Raises:
+      DataError: an array is missing, has another length, or holds a token that the model has not.
+    """
+    batch = rows.rows(np.arange(min(_CHECKED_ROWS, len(rows))))
+    for name in ("input_ids", "labels", "segment_ids", "position_ids"):
+        if name not in batch:
+            raise DataError(f"the rows have no {name!r}, only {', '.join(batch)}", "give it as int32 [max_length]")
+        if batch[name].shape[1:] != (length,):
+            raise DataError(
+                f"{name!r} of a row has the shape {batch[name].shape[1:]}, and max_length is {length}",
+                "cut or pad the rows, or change max_length",
+            )
+        if name in ("input_ids", "labels") and batch[name].max() >= vocab_size:
+            raise DataError(
+                f"{name!r} holds the token {batch[name].max()}, and the model has {vocab_size}",
+                "raise model.vocab_size, or give the tokenizer of these rows",
+            )
 
 
 def check_tensor(shape: DecoderConfig, tensor: int) -> None:

@@ -23,7 +23,7 @@ from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
 from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.cross_entropy import cross_entropy_and_correct
-from jtrain.tasks.decoder import check_tensor, decoder_config
+from jtrain.tasks.decoder import check_rows, check_tensor, decoder_config
 from jtrain.tasks.sample import Sampler
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
@@ -79,6 +79,9 @@ class PretrainTrainer(Trainer):
             predict_fn=_token_losses,
             step_hook=step_hook,
         )
+        for given in (self.train_rows, self.eval_rows):
+            if given is not None:
+                check_rows(given, config.max_length, self.decoder.vocab_size)
         check_tensor(self.decoder, self.mesh.shape["tensor"])
         self.kernel = chosen_kernel(
             self.decoder.attention,
@@ -228,6 +231,8 @@ def _rows(config: Config, tokenizer: Tokenizer, train: Any, held_out: Any) -> tu
 def _with_arguments(config: Config, model: str | dict[str, Any] | None, train: Any, held_out: Any) -> Config:
     changes: dict[str, Any] = {}
     if model is not None:
+        if not isinstance(model, str | dict):
+            raise ConfigError(f"model: a {type(model).__name__}", "name a preset, or use Trainer for your own module")
         changes["model"] = config.model.model_dump() | ({"preset": model} if isinstance(model, str) else model)
     data = config.data.model_dump()
     for name, given in (("train", train), ("eval", held_out)):

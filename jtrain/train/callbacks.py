@@ -64,6 +64,11 @@ class CallbackList:
     """Calls every callback in order."""
 
     def __init__(self, callbacks: list[Callback]):
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks: {callback!r} is no Callback", "pass objects of classes made from Callback"
+                )
         self.callbacks = callbacks
 
     def __call__(self, method: str, *arguments: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jtrain.data.loader import DataLoader
 from jtrain.data.rows import Batch, Rows
+from jtrain.errors import ConfigError
 from jtrain.train.loss import Loss
 
 Sums = dict[str, tuple[float, float]]
@@ -78,7 +79,11 @@ class Evaluator:
             _add(sums, previous)
         metrics = {f"eval_{name}": total / count for name, (total, count) in sums.items() if count and name[0] != "_"}
         if self._compute is not None:
-            metrics |= self._compute(sums)
+            computed = self._compute(sums)
+            try:
+                metrics |= {name: float(value) for name, value in computed.items()}
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ConfigError(f"compute_metrics returned {computed!r}: {error}", "return name -> number") from error
         return metrics
 
     def close(self) -> None:

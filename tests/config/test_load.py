@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 
 from jtrain.config import Config, load_config
@@ -223,6 +224,7 @@ def test_a_file_must_be_a_utf8_mapping(file, tmp_path):
     assert "a list, not a mapping" in refused(file("- a\n"))
     assert load(file("")) == load(None)
     (tmp_path / "b.yaml").write_bytes(b"\xff")
+    assert "config: a list" in refused(["a"])
     assert "not UTF-8" in refused(str(tmp_path / "b.yaml"))
 
 
@@ -239,6 +241,7 @@ def test_lengths_have_one_form():
         assert load({"save_steps": written}).checkpoint.save_steps == form
         assert load(None, ["--save-steps", str(written)]).checkpoint.save_steps == form
     assert load({"max_steps": "2 epochs"}).max_steps == "2 epochs"
+    assert type(load({"max_steps": np.int32(3)}).max_steps) is int
 
 
 def test_a_config_object_is_not_changed_by_the_environment():

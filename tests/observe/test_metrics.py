@@ -5,7 +5,7 @@ from jtrain.observe.metrics import Events, MetricsLog, read_events, read_metrics
 
 def test_every_line_has_step_split_and_time(tmp_path):
     before = time.time()
-    MetricsLog(tmp_path).log(3, "train", {"loss": 2.5, "mfu": None})
+    MetricsLog(tmp_path).log(3, "train", {"loss": 2.5, "mfu": None, "step": 9.0, "split": 9.0, "time": 9.0})
     (line,) = read_metrics(tmp_path)
     assert before <= line.pop("time") <= time.time()
     assert line == {"step": 3, "split": "train", "loss": 2.5, "mfu": None}

@@ -176,6 +176,27 @@ def test_a_shape_that_does_not_fit_is_refused_with_what_to_change(changes, error
     assert remedy in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"position_ids": None}, "no 'position_ids', only input_ids"),
+        ({"labels": np.zeros((8, 16), np.int32)}, r"'labels' of a row has the shape \(16,\), and max_length is 32"),
+        ({"input_ids": np.full((8, 32), 259)}, "'input_ids' holds the token 259, and the model has 259"),
+    ),
+)
+def test_rows_of_tokens_that_do_not_fit_are_refused(change, message, tmp_path):
+    names = ("input_ids", "labels", "segment_ids", "position_ids")
+    rows = dict.fromkeys(names, np.ones((8, 32), np.int32)) | change
+    with pytest.raises(DataError, match=message):
+        make(tmp_path, train_dataset={name: values for name, values in rows.items() if values is not None})
+
+
+def test_a_module_of_ones_own_belongs_to_the_other_door(tmp_path):
+    with pytest.raises(ConfigError, match="model: a function") as caught:
+        make(tmp_path, train_dataset=TRAIN, model=lambda rngs: None)
+    assert "Trainer" in caught.value.remedy
+
+
 def test_no_data_at_all_points_to_the_demo(tmp_path):
     with pytest.raises(ConfigError, match="there is nothing to train on") as caught:
         make(tmp_path)

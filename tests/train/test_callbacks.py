@@ -61,6 +61,12 @@ def test_callbacks_are_called_in_the_lists_order():
     assert called == [(0, 7), (1, 7)]
 
 
+@pytest.mark.parametrize("given", (Count, print))
+def test_what_is_no_callback_is_refused(given):
+    with pytest.raises(ConfigError, match="is no Callback"):
+        CallbackList([given])
+
+
 def test_a_state_that_is_not_json_is_refused_by_the_callbacks_name():
     callback = Count(start=np.float32(1))
     with pytest.raises(ConfigError, match="callback Count:0"):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jtrain.data.arrays import ArrayRows
+from jtrain.errors import ConfigError
 from jtrain.train.evaluation import FilledRows, perplexity
 from tests.train.fits import examples, make
 
@@ -31,6 +32,12 @@ def test_every_row_counts_once_whatever_the_batch_and_the_mesh(devices, tmp_path
         expected = by_hand(trainer.state.params, examples(N, seed=1))
         assert trainer.evaluate(examples(N, seed=1)) == pytest.approx(expected, rel=1e-6)
     assert counts == {float(N)}
+
+
+@pytest.mark.parametrize("computed", (3, {"a": "x"}, None))
+def test_computed_metrics_are_numbers_by_name(computed, tmp_path):
+    with pytest.raises(ConfigError, match="compute_metrics returned"):
+        make(tmp_path, devices=1, compute_metrics=lambda sums: computed).evaluate(examples(N, seed=1))
 
 
 def test_a_limit_means_the_same_rows_on_every_mesh(tmp_path):

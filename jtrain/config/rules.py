@@ -328,8 +328,11 @@ def _processes(config: Config) -> None:
         )
     for field in ("coordinator_address", "bind_address"):
         address = getattr(distributed, field)
-        if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
-            raise ConfigError(f"distributed.{field}: {address!r} has no port", "Write host:port, as in 10.0.0.1:8476.")
+        port = re.fullmatch(r".+:(\d{1,5})", address or "")
+        if address is not None and (port is None or not 0 < int(port[1]) < 2**16):
+            raise ConfigError(
+                f"distributed.{field}: {address!r} is no host with a port", "Write host:port, as in 10.0.0.1:8476."
+            )
 
 
 def _patterns(config: Config) -> None:

@@ -177,6 +177,7 @@ def test_the_length_of_a_run_is_given_once():
         ({"distributed": {"num_processes": 2, "process_id": 2}}, "from 0 to 1"),
         ({"distributed": {"num_processes": 3}, "devices": 8}, "devices: 9"),
         ({"distributed": {"coordinator_address": "host"}}, "host:port"),
+        ({"distributed": {"bind_address": "host:99999"}}, "host:port"),
         ({"distributed": {"bind_address": "host"}}, "host:port"),
         ({"checkpoint": {"init_from": "a", "resume": 5}}, "init_from starts a new run"),
         (

@@ -40,9 +40,11 @@ def train(**fields):
             state, first = jtrain.init_state(model, tx, plan, seed=config.seed), 0
         for step in range(first, config.max_steps):
             state, metrics = train_step(state, loader[step])
-            losses.append(metrics["loss"])  # still on the device: nothing waits for it
+            if losses:
+                losses[-1] = float(losses[-1])  # figures are read one step late: the next step is already running
+            losses.append(metrics["loss"])
             if (step + 1) % 50 == 0:
-                print(f"step {step + 1} | loss {losses[-1]:.4f}")
+                print(f"step {step + 1} | loss {float(losses[-1]):.4f}")
                 checkpoints.save(step + 1, state, {"seed": config.seed})
     return [float(loss) for loss in losses]
 

@@ -95,7 +95,8 @@ def _hand_written(subject: PretrainTrainer) -> Any:
     place = NamedSharding(program.mesh, PartitionSpec())
     weights = jax.device_put(weights, place)
     memory = jax.device_put(tx.init(weights), place)
-    batch = subject.train_loader()[0]
+    with subject.train_loader() as batches:
+        host = jax.device_get([batches[step] for step in range(_STEPS)])
     loss_of = pretrain_loss()
 
     def objective(weights: Any, micro: Any) -> jax.Array:
@@ -112,7 +113,8 @@ def _hand_written(subject: PretrainTrainer) -> Any:
 
     def loop(steps: int) -> None:
         nonlocal weights, memory
-        for _ in range(steps):
+        for number in range(steps):
+            batch = jax.device_put(host[number % len(host)], program.batch_sharding)
             weights, memory, loss = jitted(weights, memory, batch)
         jax.block_until_ready(loss)
 

@@ -117,7 +117,7 @@ def _check_limits(text: str, name: str) -> None:
             (aliases, MAX_ALIASES, "aliases"),
         ):
             if figure > limit:
-                line = event.start_mark.line + 1
+                line = event.start_mark.line + 1 if event.start_mark else 0  # pyyaml's own events all have one
                 raise ConfigError(f"{name} line {line}: more than {limit:,} {what}", "A config is a small, flat file.")
 
 

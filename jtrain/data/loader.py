@@ -104,15 +104,14 @@ class DataLoader:
     def _put(self, values: np.ndarray) -> jax.Array:
         values = np.asarray(values)
         shape = (*self._shape, *values.shape[1:])
-        if len(self._mine) == self._size:
-            values = values.reshape(shape)
+        sharding = self._sharding_of(len(shape))
+        if sharding.is_fully_addressable:
+            return jax.device_put(values.reshape(shape), sharding)
 
         def local(index: Any) -> np.ndarray:
-            if len(self._mine) == self._size:
-                return values[index]
             return values[self._place[index[:2]]][(..., *index[2:])]
 
-        return jax.make_array_from_callback(shape, self._sharding_of(len(shape)), local)
+        return jax.make_array_from_callback(shape, sharding, local)
 
     def _sharding_of(self, rank: int) -> NamedSharding:
         """The sharding for arrays of this rank: [A, b] has no axis for a token spec."""

@@ -58,6 +58,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         return x
     mesh, rules = context
     spec = activation_spec(x.shape, names, mesh, rules)
+    if mesh.size == 1:  # nothing to place, and a constraint would keep XLA from fusing across it
+        return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

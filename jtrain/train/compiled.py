@@ -46,13 +46,14 @@ class CompiledStep:
         return self.latest
 
 
-def _signature(batch: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    return tuple((jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves)
+def _signature(batch: Any) -> tuple[tuple[Any, tuple[int, ...], Any], ...]:
+    return tuple((path, leaf.shape, leaf.dtype) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0])
 
 
 def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
-    old, new = {row[0]: row[1:] for row in before}, {row[0]: row[1:] for row in after}
+    old, new = (
+        {jax.tree_util.keystr(path): (shape, str(dtype)) for path, shape, dtype in rows} for rows in (before, after)
+    )
     changed = [
         f"batch{name} was {old.get(name, 'absent')}, is {new.get(name, 'absent')}"
         for name in sorted(old.keys() | new.keys())

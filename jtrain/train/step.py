@@ -220,6 +220,8 @@ def _accumulation_dtype(grads: Any, plan: StatePlan) -> Any:
 
 
 def _constrain(grads: Any, plan: StatePlan) -> Any:
+    if plan.mesh.size == 1:
+        return grads
     return jax.tree.map(jax.lax.with_sharding_constraint, grads, plan.gradients)
 
 

@@ -20,6 +20,7 @@ from jtrain.models.parameters import normal
 from jtrain.models.remat import remat
 from jtrain.models.rope import rope_tables
 from jtrain.ops.logical import constrain
+from jtrain.ops.stack import scan_layers
 from jtrain.ops.vocabulary import embedding_lookup, pad_vocabulary
 
 
@@ -142,12 +143,11 @@ class Decoder(nnx.Module):
         rope = rope_tables(config, position_ids, table.dtype)
         graph, layers = nnx.split(self.layers)
 
-        def body(x_BLD: jax.Array, layer: tuple[dict, jax.Array | None]) -> tuple[jax.Array, None]:
+        def body(x_BLD: jax.Array, layer: tuple[dict, jax.Array | None]) -> jax.Array:
             parameters, keys_2B = layer
-            return nnx.merge(graph, parameters)(x_BLD, rope, segment_ids, keys_2B), None
+            return nnx.merge(graph, parameters)(x_BLD, rope, segment_ids, keys_2B)
 
-        stack = (nnx.to_pure_dict(layers), keys)
-        x, _ = jax.lax.scan(remat(body, config.remat), x, stack)
+        x = scan_layers(remat(body, config.remat), x, nnx.to_pure_dict(layers), keys)
         return constrain(self.final_norm(x), "batch", "sequence", None)
 
     def head(self) -> jax.Array:

@@ -1,9 +1,9 @@
 """The step: `train_step(state, batch) -> (state, metrics)`, one compiled program.
 
-Read it from top to bottom. For every micro-batch: cast the parameters, build the module, compute the loss's sum and
-count, add the gradients of the sum. Then, once: divide by the count of the whole global batch, take the norm, check
-that the numbers are finite, clip, update. Everything is a function of the state and the batch; every figure that a
-decision hangs on is a global one, so that all devices and processes decide alike.
+Read it from top to bottom. For every micro-batch (`jtrain/train/gradients.py`): cast the parameters, build the module,
+compute the loss's sum and count, add the gradients of the sum. Then, once: divide by the count of the whole global
+batch, take the norm, check that the numbers are finite, clip, update. Everything is a function of the state and the
+batch; every figure that a decision hangs on is a global one, so that all devices and processes decide alike.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import optax
 
 from jtrain.ops.logical import logical_rules
+from jtrain.train.gradients import Batch, GradientFn, accumulated_gradients
 from jtrain.train.loss import Loss, LossFn, call_loss
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import Precision
 from jtrain.train.schedules import Schedule
 from jtrain.train.state import TRAIN_STREAM, StatePlan, TrainState, combine, select, stream_key
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, Any]
 StepHook = Callable[[Any, TrainState, Metrics], tuple[Any, Metrics]]
 """`step_hook(gradients, state, metrics) -> (gradients, metrics)`, traced into the step before clipping."""
@@ -42,6 +42,7 @@ def make_train_step(
     nonfinite: str = "skip",
     ema_decay: float = 0.0,
     step_hook: StepHook | None = None,
+    gradients: GradientFn | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the jitted step.
@@ -58,6 +59,7 @@ def make_train_step(
         which the loss scale answers, is skipped under every policy).
       ema_decay: of the moving average, if the plan has one.
       step_hook: sees and may change gradients and metrics.
+      gradients: how the gradients of a batch come about; by default `accumulated_gradients`.
       compiler_options: passed to the compiler.
 
     Returns:
@@ -66,39 +68,14 @@ def make_train_step(
       (of this batch, without padding), and `sums`: name -> (sum, count).
     """
     precision = plan.precision
-
-    def gradients_of(params: Any, variables: Any, micro: Batch, rng: jax.Array, scale: jax.Array) -> Any:
-        """Gradients of the scaled sum of one micro-batch, its loss, and the variables after it."""
-
-        def scaled_sum(trained: Any) -> tuple[jax.Array, tuple[Loss, Any]]:
-            whole = precision.cast(combine(trained, params, plan.trainable))
-            module = model.merge(whole, variables, _per_micro_batch(rng, micro))
-            module.train()
-            loss = call_loss(loss_fn, module, micro, rng)
-            return loss.sum * scale, (loss, model.variables_of(module))
-
-        grads, (loss, variables) = jax.grad(scaled_sum, has_aux=True)(select(params, plan.trainable))
-        return _accumulation_dtype(grads, plan), loss, variables
+    gradients = accumulated_gradients(model, loss_fn, plan) if gradients is None else gradients
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         state = _to_device(state, plan.abstract)
         rng = stream_key(seed, TRAIN_STREAM, state.step + state.skipped)
         scale = _scale(state, batch, precision)
 
-        def one(carry: Any, micro: Batch) -> tuple[Any, None]:
-            total, variables = carry
-            grads, loss, variables = gradients_of(state.params, variables, micro, rng, scale)
-            return (jax.tree.map(jnp.add, total, (grads, loss)), variables), None
-
-        first = jax.tree.map(lambda x: x[0], batch)
-        if next(iter(batch.values())).shape[0] == 1:
-            grads, loss, variables = gradients_of(state.params, state.variables, first, rng, scale)
-        else:
-            shapes = jax.eval_shape(gradients_of, state.params, state.variables, first, rng, scale)[:2]
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            zeros = (_constrain(zeros[0], plan), zeros[1])
-            ((grads, loss), variables), _ = jax.lax.scan(one, (zeros, state.variables), batch)
-
+        grads, loss, variables = gradients(state.params, state.variables, batch, rng, scale)
         count = jnp.where(loss.count > 0, loss.count, 1).astype(loss.sum.dtype)
         grads = jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
         metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": _tokens(batch)}
@@ -206,23 +183,6 @@ def _scale(state: TrainState, batch: Batch, precision: Precision) -> Any:
     largest = max((x for name, x in batch.items() if name != "row"), key=lambda x: x.size)
     targets = math.prod(largest.shape[: 3 if jnp.issubdtype(largest.dtype, jnp.integer) else 2])
     return state.loss_scale.scale / 2.0 ** math.ceil(math.log2(max(targets, 1)))
-
-
-def _per_micro_batch(rng: jax.Array, micro: Batch) -> jax.Array:
-    """Seed of a module's own random streams: differs between micro-batches (their first row's number)."""
-    return jax.random.fold_in(rng, micro["row"][0]) if "row" in micro else rng
-
-
-def _accumulation_dtype(grads: Any, plan: StatePlan) -> Any:
-    """Gradients in float32 (or wider) and in their place: in Auto mode a gradient can lose a mesh axis."""
-    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-    return _constrain(wide, plan)
-
-
-def _constrain(grads: Any, plan: StatePlan) -> Any:
-    if plan.mesh.size == 1:
-        return grads
-    return jax.tree.map(jax.lax.with_sharding_constraint, grads, plan.gradients)
 
 
 def _tokens(batch: Batch) -> jax.Array:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.ops.logical import constrain, mesh_axis_size
+from jtrain.ops.collectives import sum_over
+from jtrain.ops.logical import constrain, logical_size, manual_axes, mesh_axis_size
 from jtrain.ops.vocabulary import pad_vocabulary
 
 IGNORED = -100
@@ -75,7 +76,8 @@ def cross_entropy_and_correct(
     t_NBC = jnp.moveaxis(t.reshape(b, chunks, -1), 1, 0)
     x_NBCD = constrain(x_NBCD, None, "batch", None, None)
     ranks = mesh_axis_size("batch")
-    options = _Options(label_smoothing, z_loss, head.shape[1], ranks if b % ranks == 0 else 1)
+    vocab = logical_size("vocab", head.shape[1])
+    options = _Options(label_smoothing, z_loss, vocab, ranks if b % ranks == 0 else 1)
     loss, correct = _chunked(options, x_NBCD, pad_vocabulary(head, 1), t_NBC)
     return loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct
 
@@ -115,15 +117,20 @@ def _chunk(options: _Options, x_BCD: jax.Array, head_DV: jax.Array, t_BC: jax.Ar
     wide = jnp.promote_types(x_BCD.dtype, jnp.float32)
     z = jnp.einsum("bcd,dv->bcv", x_BCD, head_DV, preferred_element_type=wide)
     z = constrain(z, "batch", None, "vocab")
-    token = jnp.arange(z.shape[-1])
+    # Where manual axes cut the vocabulary, a device has its own tokens only: what runs over all is summed over them.
+    parts = manual_axes("vocab")
+    token = jnp.arange(z.shape[-1]) + (jax.lax.axis_index(parts) * z.shape[-1] if parts else 0)
     # A comparison instead of a gather: it stays on the device that holds the token when the vocabulary is cut.
     target = token == t_BC[..., None]
     target_z = jnp.sum(jnp.where(target, z, 0.0), axis=-1)
-    mean_z = jnp.sum(z, axis=-1) / options.vocab if options.label_smoothing else 0.0
-    if z.shape[-1] > options.vocab:
+    mean_z = jnp.sum(z, axis=-1) / options.vocab if options.label_smoothing else jnp.zeros((), wide)
+    if parts or z.shape[-1] > options.vocab:
         z = jnp.where(token < options.vocab, z, -jnp.inf)
     top_z = jnp.max(z, axis=-1)
-    log_z = jnp.log(jnp.sum(jnp.exp(z - top_z[..., None]), axis=-1)) + top_z
+    top_z = jax.lax.pmax(top_z, parts) if parts else top_z
+    sum_z = jnp.sum(jnp.exp(z - top_z[..., None]), axis=-1)
+    sum_z, target_z, mean_z = sum_over((sum_z, target_z, mean_z), parts)
+    log_z = jnp.log(sum_z) + top_z
     loss = log_z - (1.0 - options.label_smoothing) * target_z - options.label_smoothing * mean_z
     if options.z_loss:
         loss = loss + options.z_loss * jnp.square(log_z)
@@ -162,6 +169,7 @@ def _chunked_forward(options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t
         d_z = (jnp.where(chunk.live_BC[..., None], d_z, 0.0) * lift).astype(half)
         d_z = constrain(d_z, "batch", None, "vocab")
         d_x = jnp.einsum("bcv,dv->bcd", d_z, head_DV, preferred_element_type=wide) / lift
+        d_x = sum_over(d_x, manual_axes("vocab"))
         d_x = constrain(d_x.astype(kept), "batch", None, None)
         # Every rank sums its own rows; the ranks meet once, after the loop, instead of once a chunk.
         by_rank = (options.ranks, x.shape[0] // options.ranks, x.shape[1])

@@ -10,26 +10,45 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = tuple[str, ...]
 Rules = Mapping[str, MeshAxes]
 
-_context: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("logical_rules", default=None)
+
+class _Context(NamedTuple):
+    mesh: Mesh
+    rules: Rules
+    """Without the manual axes."""
+    manual: Rules
+    """The manual axes of each logical axis."""
+    sizes: Mapping[str, int]
+    """Whole sizes, without padding, of logical axes that manual axes cut."""
+
+
+_context: contextvars.ContextVar[_Context | None] = contextvars.ContextVar("logical_rules", default=None)
 
 
 @contextlib.contextmanager
-def logical_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
+def logical_rules(
+    mesh: Mesh, rules: Rules, *, manual: Collection[str] = (), sizes: Mapping[str, int] | None = None
+) -> Iterator[None]:
     """Gives `constrain` its mesh and its table while a function is traced.
 
     Args:
       mesh: the device mesh.
       rules: activation axis name -> mesh axes; a name that is absent is replicated.
+      manual: mesh axes that are manual here (the function is traced inside a `shard_map` over them): arrays are local
+        in them, and `constrain` leaves them alone.
+      sizes: whole sizes, without padding, of logical axes that manual axes cut.
     """
-    token = _context.set((mesh, rules))
+    free = {name: tuple(axis for axis in axes if axis not in manual) for name, axes in rules.items()}
+    held = {name: tuple(axis for axis in axes if axis in manual) for name, axes in rules.items()}
+    token = _context.set(_Context(mesh, free, held, sizes or {}))
     try:
         yield
     finally:
@@ -43,12 +62,25 @@ def current_mesh() -> Mesh | None:
 
 
 def mesh_axis_size(name: str) -> int:
-    """How many ways the logical axis `name` is cut at present (1 outside a mesh)."""
+    """How many ways the logical axis `name` is cut at present (1 outside a mesh), manual axes left out."""
     context = _context.get()
     if context is None:
         return 1
-    mesh, rules = context
-    return math.prod(mesh.shape[axis] for axis in rules.get(name, ()))
+    return math.prod(context.mesh.shape[axis] for axis in context.rules.get(name, ()))
+
+
+def manual_axes(name: str) -> MeshAxes:
+    """The manual mesh axes that cut the logical axis `name` at present: whoever sums over it sums over them too."""
+    context = _context.get()
+    if context is None:
+        return ()
+    return tuple(axis for axis in context.manual.get(name, ()) if context.mesh.shape[axis] > 1)
+
+
+def logical_size(name: str, local: int) -> int:
+    """The whole size of a logical axis of which an array here has `local` entries."""
+    context = _context.get()
+    return local if context is None or not manual_axes(name) else context.sizes[name]
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -56,17 +88,25 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     context = _context.get()
     if context is None:
         return x
-    mesh, rules = context
+    mesh, rules = context.mesh, context.rules
     spec = activation_spec(x.shape, names, mesh, rules)
     if mesh.size == 1:  # nothing to place, and a constraint would keep XLA from fusing across it
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(region_mesh(mesh), spec))
+
+
+def region_mesh(mesh: Mesh) -> Mesh | AbstractMesh:
+    """The mesh as it is known inside a manual region, with its manual axes marked; `mesh` itself outside of one."""
+    inner = jax.sharding.get_abstract_mesh()
+    return mesh if inner.empty else inner
 
 
 def logical_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
     """Where `constrain` would put an array of this shape: for manual regions, which must say it themselves."""
     context = _context.get()
-    return PartitionSpec(*[None] * len(shape)) if context is None else activation_spec(shape, names, *context)
+    if context is None:
+        return PartitionSpec(*[None] * len(shape))
+    return activation_spec(shape, names, context.mesh, context.rules)
 
 
 def activation_spec(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh, rules: Rules) -> PartitionSpec:

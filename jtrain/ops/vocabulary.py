@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.ops.logical import constrain, mesh_axis_size
+from jtrain.ops.collectives import sum_over
+from jtrain.ops.logical import constrain, manual_axes, mesh_axis_size
 
 
 def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
@@ -32,14 +33,34 @@ def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
 def embedding_lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
     """Rows of the table, [B, L, D]; the table's gradient is summed in float32 at least and rounded once.
 
-    A token that stands a thousand times in a batch would otherwise lose most of its bfloat16 gradient.
+    A token that stands a thousand times in a batch would otherwise lose most of its bfloat16 gradient. Where manual
+    axes cut the vocabulary, every device looks up the tokens that it holds, and the rows are summed over the devices.
     """
     return _lookup(pad_vocabulary(table_VD, 0), ids_BL)
 
 
+def local_tokens(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Numbers of tokens within this device's part of a vocabulary that manual axes cut.
+
+    Args:
+      ids: tokens, any shape.
+      size: tokens of a part.
+
+    Returns:
+      The numbers (out of range where the token lies elsewhere), and whether the token lies here.
+    """
+    axes = manual_axes("vocab")
+    local = ids - jax.lax.axis_index(axes) * size if axes else ids
+    return local, (local >= 0) & (local < size)
+
+
 @jax.custom_vjp
 def _lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
-    return jnp.take(table_VD, ids_BL, axis=0, mode="clip")
+    if not manual_axes("vocab"):
+        return jnp.take(table_VD, ids_BL, axis=0, mode="clip")
+    local, here = local_tokens(ids_BL, table_VD.shape[0])
+    rows = jnp.where(here[..., None], jnp.take(table_VD, local, axis=0, mode="clip"), 0)
+    return sum_over(rows.astype(table_VD.dtype), manual_axes("vocab"))
 
 
 def _lookup_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -51,6 +72,9 @@ def _lookup_backward(residuals: tuple[jax.Array, jax.Array], d_BLD: jax.Array) -
     like, ids_BL = residuals
     wide = jnp.promote_types(d_BLD.dtype, jnp.float32)
     zeros_VD = constrain(jnp.zeros((like.shape[0], d_BLD.shape[-1]), wide), "vocab", None)
+    if manual_axes("vocab"):
+        local, here = local_tokens(ids_BL, like.shape[0])
+        ids_BL = jnp.where(here, local, like.shape[0])  # out of range: dropped
     d_VD = constrain(zeros_VD.at[ids_BL].add(d_BLD.astype(wide), mode="drop"), "vocab", None)
     return d_VD.astype(like.dtype), np.zeros(ids_BL.shape, jax.dtypes.float0)
 

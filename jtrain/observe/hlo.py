@@ -5,6 +5,7 @@ XLA's own `compiled.cost_analysis()` counts a loop body once, so a scanned decod
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from jtrain.observe.hlo_bytes import kernel_bytes
 from jtrain.observe.hlo_groups import device_groups, mesh_axes
 from jtrain.observe.hlo_loops import trip_count
 from jtrain.observe.hlo_products import custom_call_target, is_bookkeeping, product_flops
-from jtrain.observe.hlo_text import Computation, Instruction, Module, parse_module, size_bytes
+from jtrain.observe.hlo_slices import is_scattered
+from jtrain.observe.hlo_text import Computation, Instruction, Module, dimensions, parse_module, size_bytes
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
@@ -130,7 +132,7 @@ class _Walk:
         cost = HloCost(flops=product_flops(computation, instruction))
         base = opcode.removesuffix("-start")
         if base in COLLECTIVES:
-            cost.collectives[self._collective(computation, instruction, base, asynchronous=base != opcode)] += 1
+            cost.collectives.update(self._collectives(computation, instruction, base, asynchronous=base != opcode))
         elif opcode == "fusion" or opcode.endswith("-start"):
             for name in instruction.called("calls"):
                 cost.add(self._inner(name, repeated, asynchronous=opcode != "fusion"))
@@ -178,17 +180,35 @@ class _Walk:
         seen = Counter(channel for name in fusions for channel in set(self._channels(name)))
         return {channel: False for channel, count in seen.items() if count > 1}
 
-    def _collective(
+    def _collectives(
         self, computation: Computation, instruction: Instruction, op: str, *, asynchronous: bool
-    ) -> Collective:
+    ) -> list[Collective]:
+        """An instruction's collectives: one, or two where XLA merged all-reduces of which some are scattered."""
         groups = device_groups(instruction.attributes, self._module.devices)
-        size = max(map(len, groups), default=1)
         operands = instruction.operands[:1] if op == "collective-permute" else instruction.operands
-        payload = sum(size_bytes(computation.type_of(name)) for name in operands)
-        if op == "all-reduce" and _only_sliced(computation, instruction):
-            op = "reduce-scatter"
-        if op == "all-gather":
-            payload *= size
+        payloads: dict[str, int] = {}
+        for place, name in enumerate(operands):
+            type_ = computation.type_of(name)
+            kind = op
+            if op == "all-reduce" and _is_scattered(computation, instruction, place, type_, groups):
+                kind = "reduce-scatter"
+            payloads[kind] = payloads.get(kind, 0) + size_bytes(type_)
+        size = max(map(len, groups), default=1)
+        return [
+            self._collective(
+                instruction,
+                kind,
+                groups,
+                payload * size if kind == "all-gather" else payload,
+                asynchronous=asynchronous,
+            )
+            for kind, payload in payloads.items()
+        ]
+
+    def _collective(
+        self, instruction: Instruction, op: str, groups: list[list[int]], payload: int, *, asynchronous: bool
+    ) -> Collective:
+        size = max(map(len, groups), default=1)
         ring = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return Collective(
             op=op,
@@ -202,7 +222,13 @@ class _Walk:
         )
 
 
-def _only_sliced(computation: Computation, instruction: Instruction) -> bool:
-    """Whether every device keeps but its slice of an all-reduce: a TPU's reduce-scatter is a fusion of the two."""
-    users = list(computation.users(instruction.name))
-    return bool(users) and computation.root in users and all(user.opcode == "dynamic-slice" for user in users)
+def _is_scattered(
+    computation: Computation, instruction: Instruction, place: int, type_: str, groups: list[list[int]]
+) -> bool:
+    """Whether the `place`-th array of an all-reduce is scattered."""
+    names = [instruction.name]
+    if len(instruction.operands) > 1:
+        element = re.compile(rf"\bindex={place}\b")
+        names = [user.name for user in computation.users(instruction.name) if element.search(user.attributes)]
+    size = math.prod(dimensions(type_))
+    return bool(names) and all(is_scattered(computation, name, size, groups[0]) for name in names)

@@ -17,10 +17,12 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$", re.DOTALL)
 _OPCODE = re.compile(r"([\w\-]+)\((.*)$", re.DOTALL)
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+_LIBRARY = re.compile(r"-packages/(?:jax|jaxlib|flax|optax|chex|orbax)/")
+"""Lines that say less than the line that calls them."""
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
@@ -80,7 +82,7 @@ class Module:
       computations: by name.
       entry: name of the one that is called.
       devices: partitions × replicas.
-      sources: stack frame -> `file:line`.
+      sources: stack frame -> `file:line`, see `source`.
     """
 
     computations: dict[str, Computation]
@@ -89,7 +91,7 @@ class Module:
     sources: dict[int, str]
 
     def source(self, instruction: Instruction) -> str | None:
-        """`file:line` of the Python line that an instruction comes from."""
+        """`file:line` that an instruction comes from: the innermost line outside JAX, Flax and optax."""
         if frame := _FRAME.search(instruction.attributes):
             return self.sources.get(int(frame[1]))
         if direct := _SOURCE.search(instruction.attributes):
@@ -134,6 +136,8 @@ def parse_module(text: str) -> Module:
         elif line.startswith("}"):
             current = None
         elif (match := _INSTRUCTION.match(line)) and (instruction := _instruction(match[2], match[3])):
+            for operand in instruction.operands:
+                _add_element(current, operand)
             current.instructions[instruction.name] = instruction
             if instruction.opcode == "parameter":
                 current.parameters[int(instruction.arguments)] = instruction.name
@@ -145,6 +149,31 @@ def parse_module(text: str) -> Module:
         re.search(rf"{what}=(\d+)", text[: text.find("\n") + 1] or text) for what in ("num_partitions", "replica_count")
     ]
     return Module(computations, entry, math.prod(int(count[1]) for count in counts if count), _stack_frames(text))
+
+
+def _add_element(computation: Computation, name: str) -> None:
+    """Writes `%tuple#3`, newer XLA's short form, out as a `get-tuple-element`."""
+    source, mark, index = name.rpartition("#")
+    if not mark or name in computation.instructions:
+        return
+    _add_element(computation, source)
+    elements = _elements(computation.type_of(source))
+    if int(index) < len(elements):
+        computation.instructions[name] = Instruction(
+            name, elements[int(index)], "get-tuple-element", (source,), f"%{source}", f", index={index}"
+        )
+
+
+def _elements(type_: str) -> list[str]:
+    """The types in a tuple's."""
+    parts: list[str] = []
+    depth, start = 0, 1
+    for place, letter in enumerate(type_):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            parts.append(re.sub(r"/\*.*?\*/", "", type_[start:place]).strip())
+            start = place + 1
+    return parts
 
 
 def _logical_lines(text: str) -> Iterator[str]:
@@ -214,8 +243,21 @@ def _stack_frames(text: str) -> dict[int, str]:
             r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(head, "FileLocations"), re.MULTILINE
         )
     }
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(head, "StackFrames"), re.MULTILINE)
-    return {int(number): places[place] for number, place in frames if place in places}
+    rows = re.findall(
+        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(head, "StackFrames"), re.MULTILINE
+    )
+    frames = {number: (places.get(place), parent) for number, place, parent in rows}
+    sources: dict[int, str] = {}
+    for number, (place, parent) in frames.items():
+        seen = {number}
+        while place is not None and _LIBRARY.search(place) and parent in frames and parent not in seen:
+            seen.add(parent)
+            place, parent = frames[parent]
+        # A program of nothing but library code: its own line.
+        place = frames[number][0] if place is None or _LIBRARY.search(place) else place
+        if place is not None:
+            sources[int(number)] = place
+    return sources
 
 
 def _table(text: str, title: str) -> str:

@@ -46,3 +46,38 @@ def test_the_innermost_stack_frame_gives_the_source():
     )
     module = parse_module(text)
     assert module.source(module.computations["e"].root) == "/a/model.py:44"
+
+
+def test_an_element_of_a_tuple_may_be_written_in_short():
+    text = (
+        "HloModule m\n\n"
+        "ENTRY %main (t: (s32[], (f32[2,3], /*index=1*/bf16[5]))) -> f32[2,3] {\n"
+        "  %t = (s32[], (f32[2,3]{1,0}, /*index=1*/bf16[5]{0})) parameter(0)\n"
+        "  %n = bf16[5]{0} negate(%t#1#1)\n"
+        "  ROOT %r = f32[2,3]{1,0} negate(%t#1#0)\n"
+        "}\n"
+    )
+    main = parse_module(text).computations["main"]
+    assert main.type_of("t#1#0") == "f32[2,3]{1,0}" and main.type_of("t#1#1") == "bf16[5]{0}"
+    assert main.instructions["t#1"].operands == ("t",)
+    assert [user.name for user in main.users("t#1#1")] == ["n"]
+
+
+def test_a_line_of_a_library_gives_way_to_the_line_that_called_it():
+    text = (
+        "HloModule m\n\nFileNames\n"
+        '1 "/home/me/model.py"\n2 "/venv/lib/python3.12/site-packages/optax/tree.py"\n'
+        '3 "/venv/lib/python3.12/site-packages/jtrain/ops.py"\n\n'
+        'FunctionNames\n1 "f"\n\n'
+        "FileLocations\n"
+        "1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}\n"
+        "2 {file_name_id=2 function_name_id=1 line=8 end_line=8 column=1 end_column=2}\n"
+        "3 {file_name_id=3 function_name_id=1 line=9 end_line=9 column=1 end_column=2}\n\n"
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n"
+        "3 {file_location_id=2 parent_frame_id=2}\n4 {file_location_id=3 parent_frame_id=1}\n"
+        "5 {file_location_id=2 parent_frame_id=5}\n\n\n"
+        "ENTRY %main () -> f32[] {\n  ROOT %r = f32[] constant(1)\n}\n"
+    )
+    mine, library = "/home/me/model.py:7", "/venv/lib/python3.12/site-packages/optax/tree.py:8"
+    ops = "/venv/lib/python3.12/site-packages/jtrain/ops.py:9"
+    assert parse_module(text).sources == {1: mine, 2: mine, 3: mine, 4: ops, 5: library}

@@ -1,7 +1,8 @@
 """Named decoder shapes. A preset is a shape only: it holds no weights.
 
 Shapes are those of the published `config.json` files; `llama-tiny` to `llama-400m` are ours, for laptops and tests.
-The gpt2 shapes use rotary positions.
+The gpt2 shapes use rotary positions, qwen3-30b-a3b has no norm on queries and keys, and deepseek-v3-like has grouped
+key-value heads in place of latent attention and routes over all experts at once, not over groups of them.
 """
 
 from __future__ import annotations
@@ -92,6 +93,55 @@ PRESETS: dict[str, DecoderConfig] = {
         3072, 8192, 28, 24, 8, head_dim=128, rope_scaling=_STRETCH_32, tie_word_embeddings=True, **_LONG
     ),
     "mistral-7b": _llama(4096, 14_336, 32, 32, 8, vocab=32_768, max_position_embeddings=32_768, rope_theta=1e6),
+    "moe-tiny": _llama(
+        128, 512, 4, 4, 2, vocab=1024, tie_word_embeddings=True, num_experts=8, moe_intermediate_size=256
+    ),
+    "mixtral-8x7b": _llama(
+        4096,
+        14_336,
+        32,
+        32,
+        8,
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+        num_experts=8,
+        router_aux_loss_coef=0.02,
+    ),
+    "qwen3-30b-a3b": _llama(
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        vocab=151_936,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "deepseek-v3-like": _llama(
+        7168,
+        18_432,
+        61,
+        128,
+        8,
+        vocab=129_280,
+        head_dim=128,
+        max_position_embeddings=4096,
+        norm_eps=1e-6,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        n_shared_experts=1,
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
+        router_aux_loss_coef=1e-4,
+        router_bias_update_rate=1e-3,
+        first_k_dense_replace=3,
+    ),
     "mistral-nemo-12b": _llama(
         5120, 14_336, 40, 32, 8, vocab=131_072, head_dim=128, max_position_embeddings=131_072, rope_theta=1e6
     ),

@@ -4,13 +4,13 @@
 |---|---|
 | none | everything |
 | full | nothing |
-| minimal | results of all matrix products with a weight |
+| minimal | results of all matrix products with a weight, those of experts included |
 | save_dots | results of all matrix products, also attention scores where the kernel makes them |
 | save_qkv | query, key and value, after the rotation |
 | save_attention | the attention kernel's result |
 | save_out | results of the output and down projections |
 | offload | query, key, value and the attention kernel's result, in host memory |
-| offload_dots | as minimal, in host memory |
+| offload_dots | as minimal, in host memory; those of experts are recomputed |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 
 from jtrain.models.config import Remat
 
-QKV, ATTENTION, OUT = "qkv", "attention", "out"
+QKV, ATTENTION, OUT, EXPERTS = "qkv", "attention", "out", "experts"
 """Names that the layer gives to its intermediate values with `checkpoint_name`."""
 
 
@@ -31,10 +31,14 @@ def remat(body: Callable[..., Any], name: Remat) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if name == "none":
         return body
+
+    def with_experts(policy: Callable[..., Any]) -> Callable[..., Any]:  # their products are not one `dot_general`
+        return policies.save_from_both_policies(policy, policies.save_only_these_names(EXPERTS))
+
     policy = {
         "full": lambda: policies.nothing_saveable,
-        "minimal": lambda: policies.dots_with_no_batch_dims_saveable,
-        "save_dots": lambda: policies.dots_saveable,
+        "minimal": lambda: with_experts(policies.dots_with_no_batch_dims_saveable),
+        "save_dots": lambda: with_experts(policies.dots_saveable),
         "save_qkv": lambda: policies.save_only_these_names(QKV),
         "save_attention": lambda: policies.save_only_these_names(ATTENTION),
         "save_out": lambda: policies.save_only_these_names(OUT),

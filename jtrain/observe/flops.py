@@ -6,7 +6,7 @@ not counted: these are the FLOPs that the model needs; `jtrain.observe.hlo` coun
 - **causal**: matrix products that really are needed. A token attends to itself and what stands before it: (L+1)/2
   keys on average. The embedding's look-up is no product.
 - **legacy**: 6·N + 12·layers·heads·head_dim·L a token (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT, torchtitan),
-  as if every token attended to the whole row. N is every parameter but an untied embedding table.
+  as if every token attended to the whole row. N is every parameter that a token uses but an untied embedding table.
 """
 
 from __future__ import annotations
@@ -37,6 +37,18 @@ class DecoderShape(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def activation(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def n_shared_experts(self) -> int: ...
+    @property
+    def expert_size(self) -> int: ...
+    @property
+    def num_dense_layers(self) -> int: ...
+    @property
+    def num_expert_layers(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,13 +65,19 @@ class TokenFlops:
 
 
 def matmul_parameters(shape: DecoderShape) -> int:
-    """Parameters that a token is multiplied with: projections, feed-forward, head; no embedding look-up, no norms."""
+    """Parameters that a token is multiplied with: projections, feed-forward, head; no embedding look-up, no norms.
+
+    Of the routed experts those that a token goes through, the router whole.
+    """
     query = shape.num_attention_heads * shape.head_size
     key_value = shape.kv_heads * shape.head_size
     attention = shape.hidden_size * (2 * query + 2 * key_value)
     matrices = 3 if shape.activation in ("swiglu", "geglu") else 2
-    feed_forward = matrices * shape.hidden_size * shape.intermediate_size
-    return shape.num_hidden_layers * (attention + feed_forward) + shape.hidden_size * shape.vocab_size
+    dense = matrices * shape.hidden_size * shape.intermediate_size
+    used = shape.num_experts_per_tok + shape.n_shared_experts
+    experts = matrices * shape.hidden_size * shape.expert_size * used + shape.hidden_size * shape.num_experts
+    feed_forward = shape.num_dense_layers * dense + shape.num_expert_layers * experts
+    return shape.num_hidden_layers * attention + feed_forward + shape.hidden_size * shape.vocab_size
 
 
 def decoder_flops(shape: DecoderShape, length: int, *, parameters: int | None = None) -> TokenFlops:

@@ -143,14 +143,15 @@ def _muon(config: OptimizerConfig, params: Any, names: Any) -> optax.GradientTra
 def muon_dimensions(params: Any, names: Any) -> Any:
     """Tree of `MuonDimensionNumbers` (which axes are input, which output), None where Muon does not apply.
 
-    With logical names: a matrix of a layer has `embed` on one side and everything else but `layers` on the other.
+    With logical names: a matrix of a layer has `embed` on one side and everything else but `layers` and `expert` on the
+    other (every expert is a matrix of its own).
     Without: every two-dimensional parameter.
     """
 
     def one(param: Any, axes: Any) -> contrib.MuonDimensionNumbers | None:
         if axes is None:
             return contrib.MuonDimensionNumbers(0, 1) if param.ndim == 2 else None
-        inner = [i for i, axis in enumerate(axes) if axis != "layers"]
+        inner = [i for i, axis in enumerate(axes) if axis not in ("layers", "expert")]
         if "vocab" in axes or "embed" not in axes or len(inner) < 2:
             return None
         embed = axes.index("embed")

@@ -16,6 +16,12 @@ from .build import small
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"norm": "batchnorm"}, "Choose one of rmsnorm, layernorm"),
         ({"remat": "some"}, "Choose one of none, full"),
+        ({"n_shared_experts": 1}, "n_shared_experts is 1, and the model has no experts"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5 of model.num_experts 4"),
+        ({"num_experts": 4, "first_k_dense_replace": 2}, "first_k_dense_replace is 2 of model.num_hidden_layers 2"),
+        ({"num_experts": 4, "mlp_bias": True}, "experts have no biases"),
+        ({"num_experts": 4, "expert_capacity_factor": -1.0}, "expert_capacity_factor is -1.0"),
+        ({"num_experts": 4, "scoring_func": "tanh"}, "Choose one of softmax, sigmoid"),
     ],
 )
 def test_numbers_that_make_no_decoder_are_refused_with_the_field_and_a_remedy(changes, words):
@@ -39,3 +45,15 @@ def test_parameters_are_counted_by_arithmetic():
     # Biases: q 16, k 8, v 8, o 16; up 24, down 16; layernorms carry one each. No gate: one kernel of 384 less.
     plain = small(attention_bias=True, mlp_bias=True, norm="layernorm", activation="gelu")
     assert layer_parameter_count(plain) == 1952 - 384 + 48 + 40 + 2 * 16
+
+
+def test_experts_are_counted_once_each_and_active_ones_by_choice():
+    # Two layers, the first dense (1952); the second has a router 16 * 6 and experts of 3 * 16 * 8, one of them shared.
+    moe = small(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1, first_k_dense_replace=1
+    )
+    attention_and_norms = 1952 - 3 * 384
+    ends = 16 + 2 * 37 * 16
+    assert parameter_count(moe) == 1952 + attention_and_norms + 96 + 7 * 384 + ends
+    assert parameter_count(moe, active=True) == 1952 + attention_and_norms + 96 + 3 * 384 + ends
+    assert small(num_experts=2).expert_size == 24

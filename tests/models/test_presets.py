@@ -26,12 +26,24 @@ PUBLISHED = {
     "llama3.2-3b": 3_212_749_824,
     "mistral-7b": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624 - 48 * 2 * 128,  # less its norms on queries and keys
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(name):
     assert parameter_count(preset(name)) == PUBLISHED[name]
+
+
+def test_active_parameters_are_those_that_a_token_meets():
+    # "46.7B total parameters but only uses 12.9B parameters per token" (Mistral AI, December 2023); 30.5B and 3.3B
+    # (Qwen3's model card). DeepSeek-V3 (671B, 37B) has narrower attention than the likeness here.
+    assert parameter_count(preset("mixtral-8x7b"), active=True) / 1e9 == pytest.approx(12.9, abs=0.05)
+    assert parameter_count(preset("qwen3-30b-a3b"), active=True) / 1e9 == pytest.approx(3.3, abs=0.06)
+    likeness = preset("deepseek-v3-like")
+    assert parameter_count(likeness) / 1e9 == pytest.approx(671, rel=0.01)
+    assert parameter_count(likeness, active=True) / 1e9 == pytest.approx(37, rel=0.12)
 
 
 def test_the_smallest_preset_trains_in_minutes_on_a_laptop():

@@ -11,6 +11,13 @@ from jtrain.observe.flops import decoder_flops, matmul_parameters, mfu
 from jtrain.observe.hlo import analyze
 from jtrain.ops.cross_entropy import cross_entropy
 
+NO_EXPERTS = {
+    "num_experts": 0,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 0,
+    "expert_size": 0,
+    "num_expert_layers": 0,
+}
 LLAMA3_8B = SimpleNamespace(
     hidden_size=4096,
     num_hidden_layers=32,
@@ -20,6 +27,8 @@ LLAMA3_8B = SimpleNamespace(
     intermediate_size=14336,
     vocab_size=128256,
     activation="swiglu",
+    num_dense_layers=32,
+    **NO_EXPERTS,
 )
 
 
@@ -39,6 +48,8 @@ def test_the_flops_of_a_token_by_hand():
         intermediate_size=16,
         vocab_size=10,
         activation="gelu",
+        num_dense_layers=1,
+        **NO_EXPERTS,
     )
     # q 8·8, k and v 8·4 each, o 8·8, up and down 8·16 each, head 8·10.
     assert matmul_parameters(shape) == 64 + 32 + 32 + 64 + 128 + 128 + 80 == 528
@@ -46,6 +57,15 @@ def test_the_flops_of_a_token_by_hand():
     assert decoder_flops(shape, 3).causal == 3 * (2 * 528 + 4 * 2 * 8)
     assert decoder_flops(shape, 3).legacy == 6 * 528 + 12 * 1 * 2 * 4 * 3
     assert decoder_flops(shape, 3, parameters=600).legacy == 6 * 600 + 12 * 1 * 2 * 4 * 3
+
+
+def test_a_token_is_multiplied_with_its_own_experts_only():
+    # D=8, one dense layer of 16 and two of experts of 4: 2 of 6 and one shared, a router of 8·6; two heads of 4, V=10.
+    shape = DecoderConfig(
+        10, 8, 16, 3, 2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=4, n_shared_experts=1,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    assert matmul_parameters(shape) == 3 * 4 * 64 + 3 * 8 * 16 + 2 * (3 * 3 * 8 * 4 + 48) + 80
 
 
 def test_the_conventions_differ_by_half_the_attention():

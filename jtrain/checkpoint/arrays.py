@@ -86,6 +86,12 @@ def require_equal(
         )
 
 
+def differing(saved: Mapping[str, ArrayRecord], wanted: Mapping[str, ArrayRecord], part: str) -> set[str]:
+    """Paths below `part` that are on one side only, or of another shape or dtype."""
+    paths = {path for path in saved.keys() | wanted.keys() if path.startswith(f"{part}/")}
+    return {path for path in paths if saved.get(path) != wanted.get(path)}
+
+
 def read_arrays(folder: epath.Path, flat: Mapping[str, Any], *, partial: bool = False) -> dict[str, jax.Array]:
     """Reads arrays of STEP/state straight to their devices.
 

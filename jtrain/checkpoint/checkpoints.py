@@ -202,7 +202,9 @@ class Checkpoints:
 
     # Restoring
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any], int]:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, optional: str | None = None
+    ) -> tuple[Any, dict[str, Any], int]:
         """Reads a verified checkpoint onto the given shardings, whatever mesh wrote it.
 
         Without `step` it takes the newest intact one; damaged ones that are newer are moved to _quarantine. When none
@@ -211,6 +213,8 @@ class Checkpoints:
         Args:
           abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings; free the state that it replaces first.
           step: this step and no other.
+          optional: a part of the state whose arrays may be missing in the checkpoint, be there in vain, or have another
+            shape: those stay as they are given, shapes.
 
         Returns:
           The state, the JSON saved with it, and its step.
@@ -231,7 +235,7 @@ class Checkpoints:
         for candidate in reversed(candidates):
             damage = self._damage(candidate)
             if damage is None:
-                return self._read(candidate, abstract_state, wanted, damaged)
+                return self._read(candidate, abstract_state, wanted, damaged, optional)
             log.error("%s", damage.message)
             damaged.append(damage)
         if step is not None:
@@ -254,17 +258,29 @@ class Checkpoints:
             self._emit("superseded", steps=ahead)
 
     def _read(
-        self, step: int, abstract_state: Any, wanted: dict[str, Any], damaged: list[DamagedCheckpoint]
+        self,
+        step: int,
+        abstract_state: Any,
+        wanted: dict[str, Any],
+        damaged: list[DamagedCheckpoint],
+        optional: str | None,
     ) -> tuple[Any, dict[str, Any], int]:
         folder = self._folder(step)
-        arrays.require_equal(read_manifest(folder).arrays, arrays.records(wanted), str(folder))
+        saved, expected = read_manifest(folder).arrays, arrays.records(wanted)
+        left_out = arrays.differing(saved, expected, optional) if optional else set()
+        present = {path: leaf for path, leaf in wanted.items() if path not in left_out}
+        arrays.require_equal(
+            {path: record for path, record in saved.items() if path not in left_out},
+            arrays.records(present),
+            str(folder),
+        )
         if not self._read_only:
             if peers.index() == 0:
                 for damage in damaged:
                     self._quarantine(damage)
             peers.exchange("quarantined", None)
         meta = json.loads((folder / layout.META).read_text())
-        restored = arrays.read_arrays(folder / "state", wanted)
+        restored = wanted | arrays.read_arrays(folder / "state", present, partial=bool(left_out))
         self._own = {own for own in self._own if own < step} | {step}
         self._durable_step = step
         return arrays.unflatten(abstract_state, restored), meta, step

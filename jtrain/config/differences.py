@@ -70,6 +70,8 @@ def differences(
         if before.get(field) != after.get(field)
     ]
     refused = [difference for difference in changed if _is_refused(difference)]
+    if max(before["dcn.local_steps"], after["dcn.local_steps"]) > 1:  # one optimizer state a slice
+        refused += [difference for difference in changed if difference.field == "mesh.slices"]
     return [difference for difference in changed if difference not in refused], refused
 
 
@@ -81,6 +83,8 @@ def _is_refused(difference: Difference) -> bool:
         return old is not None and new is not None
     if field == "precision":  # whoever asks for 16-mixed gets float32 parameters too
         return _PARAMETER_DTYPE.get(str(old), "float32") != _PARAMETER_DTYPE.get(str(new), "float32")
+    if field == "dcn.local_steps":  # every slice has its own optimizer state, or all share one
+        return (old == 1) != (new == 1)
     if field == "optimizer.ema_decay":  # the average is part of the state: there from the start, or not at all
         return bool(old) != bool(new)
     if field == "data.eval":  # a fraction is taken from the training data

@@ -53,8 +53,10 @@ def check(config: Config) -> Config:
             f"checkpoint.resume: {config.checkpoint.resume} beside checkpoint.init_from",
             "init_from starts a new run, resume continues one: keep one of them.",
         )
+    _across_slices(config)
     if isinstance(config.devices, int):
         mesh = resolve_mesh(config.mesh, config.devices)
+        check_slices(config, mesh)
         resolve_batch(config, data_ranks(mesh))
     else:
         _batch_numbers(config)
@@ -216,6 +218,66 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
             f"Make mesh.data a multiple of {slices}: it carries the network between slices.",
         )
     return sizes
+
+
+def slices_by_themselves(config: Config) -> str | None:
+    """The `dcn` field that makes slices compute gradients by themselves, as `dcn.local_steps: 50`; None: none does."""
+    dcn = config.dcn
+    if dcn.local_steps > 1:
+        return f"dcn.local_steps: {dcn.local_steps}"
+    return None if dcn.compression == "none" else f"dcn.compression: {dcn.compression}"
+
+
+def _across_slices(config: Config) -> None:
+    """What `dcn` asks of the other sections, whatever the number of devices."""
+    field = slices_by_themselves(config)
+    if field is None:
+        return
+    if config.mesh.slices == 1:
+        raise ConfigError(
+            f"{field} with mesh.slices: 1: there is no slow network", "Write mesh.slices, or leave the dcn section out."
+        )
+    if config.mesh.pipeline > 1:
+        raise ConfigError(
+            f"{field} with mesh.pipeline: {config.mesh.pipeline}: the pipeline adds the gradients of all slices itself",
+            "Write mesh.pipeline: 1, or leave the dcn section out.",
+        )
+    sharding = config.sharding
+    named = {"optimizer_axes": sharding.optimizer_axes, "gradient_axes": sharding.gradient_axes}
+    named |= {f"rules.{name}": axes for name, axes in sharding.rules.items() if name != "batch"}
+    for name, axes in named.items():
+        if "data" in axes:
+            raise ConfigError(
+                f"{field} with data in sharding.{name}: {list(axes)}: whole arrays would cross the slow network "
+                "beside the gradients",
+                "Divide them inside a slice: write fsdp in place of data (and leave strategy out).",
+            )
+    if sharding.rules.get("batch", BATCH_AXES)[:1] != ("data",):
+        raise ConfigError(
+            f"{field} with sharding.rules.batch: {list(sharding.rules['batch'])}: a slice has no rows of its own",
+            "Begin sharding.rules.batch with data.",
+        )
+
+
+def check_slices(config: Config, sizes: dict[str, int]) -> None:
+    """Sees that `data` is the slow network and nothing else where slices compute by themselves.
+
+    Args:
+      config: the config.
+      sizes: of all mesh axes.
+
+    Raises:
+      ConfigError: it is not; the message names the mesh that divides a slice by `fsdp` instead.
+    """
+    field, slices = slices_by_themselves(config), config.mesh.slices
+    if field is None or sizes["data"] == slices:
+        return
+    near = sizes | {"data": slices, "fsdp": sizes["data"] * sizes["fsdp"] // slices}
+    raise ConfigError(
+        f"{field}: mesh.data={sizes['data']} is not mesh.slices={slices}, and the slow network has to be an axis "
+        "of its own",
+        f"Write mesh: {mesh_text(near)},slices={slices}" + (" and leave strategy out." if config.strategy else "."),
+    )
 
 
 def _nearest_meshes(sizes: dict[str, int], n_devices: int, count: int = 3) -> list[dict[str, int]]:

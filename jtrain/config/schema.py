@@ -228,6 +228,25 @@ class ShardingConfig(Section):
     """Parameters live in host memory (pinned_host) between steps. TPU and GPU."""
 
 
+class DcnConfig(Section):
+    compression: Literal["none", "bf16", "int8", "powersgd"] = "none"
+    """How gradients are sent between slices. none: float32; bf16, int8: rounded, 2 and 3.9 times fewer bytes;
+    powersgd: as matrices of low rank (Vogels et al. 2019). Needs mesh.data = mesh.slices."""
+    rank: Positive = 4
+    """powersgd: rank of the matrices."""
+    error_feedback: bool = True
+    """What a compressed sum leaves out is kept, a gradient's size a device, and added to the next one."""
+    local_steps: Positive = 1
+    """H: updates that every slice makes by itself between two exchanges of parameters (DiLoCo, Douillard et al. 2023);
+    1: slices meet in every update."""
+    outer_learning_rate: Annotated[float, Field(gt=0.0)] = 0.7
+    """local_steps: rate of the outer update, SGD on the change of the parameters (0.7 in the paper)."""
+    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """local_steps: momentum of the outer update (0.9 in the paper)."""
+    outer_nesterov: bool = True
+    """local_steps: Nesterov's momentum, as in the paper, or the plain one."""
+
+
 class LossConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the target that is spread evenly over the vocabulary."""
@@ -369,6 +388,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
+    dcn: DcnConfig = DcnConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -26,11 +26,11 @@ INT8_BLOCK = 256
 class Codec(Protocol):
     """A code of fewer bytes for the last axis of an array."""
 
-    def encode(self, x: jax.Array) -> Any:
-        """x [S, C] as a tree of arrays [S, ...]. Never of floats: XLA may widen those before it sends them."""
+    def encode(self, x: jax.Array) -> jax.Array:
+        """x [S, C] as integers [S, bytes or so]: XLA may widen floats before it sends them."""
         ...
 
-    def decode(self, code: Any, length: int, dtype: Any) -> jax.Array:
+    def decode(self, code: jax.Array, length: int, dtype: Any) -> jax.Array:
         """[S, length] again, in `dtype`."""
         ...
 
@@ -52,19 +52,24 @@ class Int8:
     sum sees them.
     """
 
-    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def encode(self, x: jax.Array) -> jax.Array:
         length = x.shape[-1]
         block = min(INT8_BLOCK, length)
         blocks = jnp.pad(x, ((0, 0), (0, -length % block))).reshape(x.shape[0], -1, block)
         scale = (jnp.max(jnp.abs(blocks), axis=-1) / 127).astype(jnp.float32)
         steps = blocks / jnp.where(scale > 0, scale, 1)[..., None]
         code = jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8)
-        return code.reshape(x.shape[0], -1), jax.lax.bitcast_convert_type(scale, jnp.uint32)
+        # One message: the steps, then the bytes of the scales.
+        parts = (code, jax.lax.bitcast_convert_type(scale, jnp.int8))
+        return jnp.concatenate([part.reshape(x.shape[0], -1) for part in parts], axis=1)
 
-    def decode(self, code: tuple[jax.Array, jax.Array], length: int, dtype: Any) -> jax.Array:
-        values, scale = code[0], jax.lax.bitcast_convert_type(code[1], jnp.float32)
-        blocks = values.reshape(*scale.shape, -1).astype(dtype) * scale[..., None].astype(dtype)
-        return blocks.reshape(values.shape[0], -1)[:, :length]
+    def decode(self, code: jax.Array, length: int, dtype: Any) -> jax.Array:
+        members, block = code.shape[0], min(INT8_BLOCK, length)
+        count = -(-length // block)
+        steps, scale = code[:, : count * block], code[:, count * block :]
+        scale = jax.lax.bitcast_convert_type(scale.reshape(members, count, 4), jnp.float32)
+        blocks = steps.reshape(members, count, block).astype(dtype) * scale[..., None].astype(dtype)
+        return blocks.reshape(members, -1)[:, :length]
 
 
 def sum_coded(x: jax.Array, error: jax.Array | None, axis: str, codec: Codec) -> tuple[jax.Array, jax.Array | None]:
@@ -88,10 +93,10 @@ def sum_coded(x: jax.Array, error: jax.Array | None, axis: str, codec: Codec) ->
     chunk = -(-flat.size // members)
     mine_SC = jnp.pad(flat, (0, members * chunk - flat.size)).reshape(members, chunk)
     code = codec.encode(mine_SC)
-    arrived = jax.tree.map(lambda part: jax.lax.all_to_all(part, axis, 0, 0, tiled=True), code)
+    arrived = jax.lax.all_to_all(code, axis, 0, 0, tiled=True)
     total_C = codec.decode(arrived, chunk, x.dtype).sum(0)
     answer = codec.encode(total_C[None])
-    answers = jax.tree.map(lambda part: jax.lax.all_gather(part, axis, axis=0, tiled=True), answer)
+    answers = jax.lax.all_gather(answer, axis, axis=0, tiled=True)
 
     def whole(chunks_SC: jax.Array) -> jax.Array:
         return chunks_SC.reshape(-1)[: flat.size].reshape(x.shape)

@@ -16,12 +16,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jtrain.config.rules import apply_strategy, resolve_batch, resolve_steps
+from jtrain.config.rules import apply_strategy, check_slices, resolve_batch, resolve_steps, slices_by_themselves
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
 from jtrain.parallel.mesh import data_ranks, make_mesh
 from jtrain.parallel.sharding import Rules, make_rules
 from jtrain.parallel.xla import compiler_options
+from jtrain.train.across_slices import AcrossSlices, Exchange, gradients_of_slices
+from jtrain.train.gradients import accumulated_gradients
+from jtrain.train.local_steps import make_local_step
 from jtrain.train.loss import LossFn
 from jtrain.train.model import FunctionalModel, ModelFactory, functional_model
 from jtrain.train.optimizers import make_optimizer, trainable_mask
@@ -81,17 +84,21 @@ class Program:
         from jtrain.checkpoint.parameters import load_parameters
 
         # The drawn parameters are freed before the others are read.
-        fresh = dataclasses.replace(self.init(), params=None, ema=None)
+        fresh = dataclasses.replace(self.init(), params=None, ema=None, across=None)
         params, ema = load_parameters(source, self.plan.abstract.params), self.plan.abstract.ema
         if ema is not None:  # a copy: the step donates both, and a buffer can be given away once
             ema = jax.tree.map(lambda p, e: jax.device_put(jnp.array(p, e.dtype), e.sharding), params, ema)
-        return dataclasses.replace(fresh, params=params, ema=ema)
+        across = None
+        if self.plan.across is not None:
+            across = jax.jit(self.plan.across.begin, out_shardings=self.plan.shardings.across)(params)
+        return dataclasses.replace(fresh, params=params, ema=ema, across=across)
 
 
 def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:
     """The config with its strategy written out, the mesh over `devices`, and the batch's arithmetic on it."""
     config = apply_strategy(config)
     mesh = make_mesh(config.mesh, devices=devices)
+    check_slices(config, dict(mesh.shape))
     size = resolve_batch(config, data_ranks(mesh))
     config = config.model_copy(update={"global_batch_size": size.global_})  # what a resume is compared with
     return config, mesh, BatchShape(size.global_, size.per_device * data_ranks(mesh), size.accumulation)
@@ -162,19 +169,29 @@ def build_program(
         ema=config.optimizer.ema_decay > 0,
     )
     options = _options(config, mesh)
-    train_step = make_train_step(
-        split,
-        loss_fn,
-        optimizer,
-        plan,
-        seed=config.seed,
-        schedule=schedule,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        nonfinite=config.faults.nonfinite,
-        ema_decay=config.optimizer.ema_decay,
-        step_hook=step_hook,
-        compiler_options=options,
-    )
+    keywords: dict[str, Any] = {
+        "seed": config.seed,
+        "schedule": schedule,
+        "max_grad_norm": config.optimizer.max_grad_norm,
+        "nonfinite": config.faults.nonfinite,
+        "ema_decay": config.optimizer.ema_decay,
+        "compiler_options": options,
+    }
+    if slices_by_themselves(config):
+        exchange = Exchange(plan, config.dcn, split.names)
+        plan = AcrossSlices(exchange, config.seed).extend(plan)
+        keywords["exchange"] = exchange
+    if config.dcn.local_steps > 1:
+        if step_hook is not None:
+            raise ConfigError(
+                f"step_hook with dcn.local_steps: {config.dcn.local_steps}: every slice has a gradient of its own",
+                "leave out step_hook, or write dcn.local_steps: 1",
+            )
+        train_step = make_local_step(split, loss_fn, optimizer, plan, **keywords)
+    else:
+        if slices_by_themselves(config):
+            keywords["gradients"] = gradients_of_slices(accumulated_gradients(split, loss_fn, plan), plan)
+        train_step = make_train_step(split, loss_fn, optimizer, plan, step_hook=step_hook, **keywords)
     eval_step = make_eval_step(split, loss_fn, plan, compiler_options=options)
     return Program(
         config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,

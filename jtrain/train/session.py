@@ -114,6 +114,9 @@ class Session:
           abstract: the state's shapes and places.
           fingerprint: of the training rows; None: not known.
 
+        Returns:
+          The state and the JSON. Parts of `across` that the checkpoint has not, or not of this shape, are still shapes.
+
         Raises:
           ConfigError: the checkpoint is another run's (its config differs where it must not).
           CheckpointError: no such step, or none is intact.
@@ -125,7 +128,7 @@ class Session:
             with contextlib.suppress(DamagedCheckpoint):  # restore deals with it
                 self._check_resume(self.checkpoints.read_meta(candidate), fingerprint)
                 break
-        state, meta, step = self.checkpoints.restore(abstract, step)
+        state, meta, step = self.checkpoints.restore(abstract, step, optional="across")
         self.saved(step)
         self.emit("resume", {"step": step})
         self.console.resume(step)

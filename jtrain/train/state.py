@@ -27,7 +27,7 @@ from jtrain.parallel.xla import compiler_options
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import LossScale, Precision, precision_policy
 
-INIT_STREAM, TRAIN_STREAM, SAMPLE_STREAM = range(3)  # the data has keys of its own: jtrain/data/order.py
+INIT_STREAM, TRAIN_STREAM, SAMPLE_STREAM, SKETCH_STREAM = range(4)  # the data has keys of its own: jtrain/data/order.py
 
 
 def stream_key(seed: int, stream: int, step: int | jax.Array = 0) -> jax.Array:
@@ -48,6 +48,8 @@ class TrainState:
       variables: what the model keeps beside parameters (batch statistics, ...).
       loss_scale: fp16 only, else None.
       ema: moving average of the parameters, else None.
+      across: what slices keep that compute by themselves (`jtrain/train/across_slices.py`), else None. With local steps
+        `params` are the outer parameters, and `opt_state` is a stack, one a slice.
     """
 
     step: jax.Array
@@ -57,6 +59,7 @@ class TrainState:
     variables: Any
     loss_scale: LossScale | None = None
     ema: Any = None
+    across: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,7 @@ class StatePlan:
       mesh: the mesh.
       rules: the table of logical axes.
       precision: what is stored, and what a step computes in.
+      across: how slices that compute by themselves begin (an `AcrossSlices`), else None.
     """
 
     abstract: TrainState
@@ -78,6 +82,7 @@ class StatePlan:
     mesh: Mesh
     rules: Rules
     precision: Precision
+    across: Any = None
 
     @property
     def shardings(self) -> TrainState:
@@ -172,14 +177,16 @@ def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: S
     def create() -> TrainState:
         params, variables = model.init(stream_key(seed, INIT_STREAM))
         params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, dtypes)
+        trained, across = select(params, plan.trainable), plan.across
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
             params=params,
-            opt_state=tx.init(select(params, plan.trainable)),
+            opt_state=tx.init(trained) if across is None else across.init_optimizer(tx, trained),
             variables=variables,
             loss_scale=None if plan.abstract.loss_scale is None else LossScale.create(),
             ema=None if plan.abstract.ema is None else _float32(params),
+            across=None if across is None else across.begin(params),
         )
 
     options = compiler_options(plan.mesh.devices.flat[0].platform, run_once=True)

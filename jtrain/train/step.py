@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jtrain.ops.logical import logical_rules
+from jtrain.train.across_slices import Exchange, total_loss
 from jtrain.train.gradients import Batch, GradientFn, accumulated_gradients
 from jtrain.train.loss import Loss, LossFn, call_loss
 from jtrain.train.model import FunctionalModel
@@ -43,6 +44,7 @@ def make_train_step(
     ema_decay: float = 0.0,
     step_hook: StepHook | None = None,
     gradients: GradientFn | None = None,
+    exchange: Exchange | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the jitted step.
@@ -60,6 +62,7 @@ def make_train_step(
       ema_decay: of the moving average, if the plan has one.
       step_hook: sees and may change gradients and metrics.
       gradients: how the gradients of a batch come about; by default `accumulated_gradients`.
+      exchange: adds gradients that come as stacks, one a slice (`jtrain/train/across_slices.py`).
       compiler_options: passed to the compiler.
 
     Returns:
@@ -71,14 +74,18 @@ def make_train_step(
     gradients = accumulated_gradients(model, loss_fn, plan) if gradients is None else gradients
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        state = _to_device(state, plan.abstract)
+        state = to_device(state, plan.abstract)
         rng = stream_key(seed, TRAIN_STREAM, state.step + state.skipped)
-        scale = _scale(state, batch, precision)
+        scale = loss_multiplier(state, batch, precision)
 
         grads, loss, variables = gradients(state.params, state.variables, batch, rng, scale)
+        across = state.across
+        if exchange is not None:
+            grads, across = exchange(grads, across or {}, scale)
+            loss = total_loss(loss)
         count = jnp.where(loss.count > 0, loss.count, 1).astype(loss.sum.dtype)
         grads = jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
-        metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": _tokens(batch)}
+        metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": count_tokens(batch)}
         if step_hook is not None:
             grads, metrics = step_hook(grads, state, metrics)
         norm = optax.tree.norm(grads)
@@ -86,21 +93,14 @@ def make_train_step(
         if max_grad_norm:  # torch.nn.utils.clip_grad_norm_'s coefficient
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_grad_norm / (norm + 1e-6)).astype(g.dtype), grads)
 
-        new = _update(state, grads, variables, tx, plan, ema_decay)
-        applied = finite
-        if nonfinite == "warn":
-            applied = finite | ~jnp.isfinite(metrics["loss"]) if precision.loss_scaling else jnp.bool_(True)
-        if nonfinite != "warn" or precision.loss_scaling:
-            new = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
-        new = dataclasses.replace(new, skipped=state.skipped + ~applied)
-        if state.loss_scale is not None:
-            new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite))
+        new = dataclasses.replace(_update(state, grads, variables, tx, plan, ema_decay), across=across or None)
+        new = accept(new, state, metrics["loss"], finite, nonfinite, precision)
         metrics |= {"grad_norm": norm, "finite": finite, "step": new.step, "skipped": new.skipped}
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step + 1)
         return new, metrics
 
-    return _jit(train_step, plan, compiler_options, out_shardings=(plan.shardings, None), donate_argnums=0)
+    return jit(train_step, plan, compiler_options, out_shardings=(plan.shardings, None), donate_argnums=0)
 
 
 def make_eval_step(
@@ -136,15 +136,15 @@ def make_forward(
     """
 
     def forward(params: Any, variables: Any, *arguments: Any) -> Any:
-        module = model.merge(plan.precision.cast(_to_device(params, plan.abstract.params)), variables)
+        module = model.merge(plan.precision.cast(to_device(params, plan.abstract.params)), variables)
         module.eval()
         return function(module, *arguments)
 
     forward.__name__ = function.__name__
-    return _jit(forward, plan, compiler_options)
+    return jit(forward, plan, compiler_options)
 
 
-def _jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: Any) -> Callable:
+def jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: Any) -> Callable:
     """`jax.jit` with the table of logical axes and the matmul precision in force while it traces."""
 
     def traced(*arguments: Any) -> Any:
@@ -155,6 +155,21 @@ def _jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: 
     return jax.jit(traced, compiler_options=options or None, **keywords)
 
 
+def accept(
+    new: TrainState, state: TrainState, loss: jax.Array, finite: jax.Array, nonfinite: str, precision: Precision
+) -> TrainState:
+    """The new state where the step's numbers are finite, else (unless the policy is `warn`) the old one, counted."""
+    applied = finite
+    if nonfinite == "warn":
+        applied = finite | ~jnp.isfinite(loss) if precision.loss_scaling else jnp.bool_(True)
+    if nonfinite != "warn" or precision.loss_scaling:
+        new = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
+    new = dataclasses.replace(new, skipped=state.skipped + ~applied)
+    if state.loss_scale is not None:
+        new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite))
+    return new
+
+
 def _update(
     state: TrainState, grads: Any, variables: Any, tx: optax.GradientTransformation, plan: StatePlan, ema_decay: float
 ) -> TrainState:
@@ -162,17 +177,21 @@ def _update(
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
     updates, opt_state = tx.update(grads, state.opt_state, trained)
     params = combine(optax.apply_updates(trained, updates), state.params, plan.trainable)
-    ema = state.ema
-    if ema is not None:
-        # The first averages follow quickly, as in tf.train.ExponentialMovingAverage: min(decay, (1 + k) / (10 + k)).
-        k = state.step + 1
-        decay = jnp.minimum(ema_decay, (1 + k) / (10 + k))
-        ema = jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), ema, params)
-    changed = {"params": params, "opt_state": opt_state, "variables": variables, "ema": ema}
-    return dataclasses.replace(state, step=state.step + 1, **changed)
+    changed = {"params": params, "opt_state": opt_state, "variables": variables}
+    return dataclasses.replace(state, step=state.step + 1, ema=moving_average(state, params, ema_decay), **changed)
 
 
-def _scale(state: TrainState, batch: Batch, precision: Precision) -> Any:
+def moving_average(state: TrainState, params: Any, ema_decay: float) -> Any:
+    """The average after an update to `params`; None where none is kept."""
+    if state.ema is None:
+        return None
+    # The first averages follow quickly, as in tf.train.ExponentialMovingAverage: min(decay, (1 + k) / (10 + k)).
+    k = state.step + 1
+    decay = jnp.minimum(ema_decay, (1 + k) / (10 + k))
+    return jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), state.ema, params)
+
+
+def loss_multiplier(state: TrainState, batch: Batch, precision: Precision) -> Any:
     """What the loss's sum is multiplied by before it is differentiated.
 
     In fp16 the gradient of a *sum* over a batch would overflow at any useful loss scale, so it is also divided by the
@@ -185,7 +204,7 @@ def _scale(state: TrainState, batch: Batch, precision: Precision) -> Any:
     return state.loss_scale.scale / 2.0 ** math.ceil(math.log2(max(targets, 1)))
 
 
-def _tokens(batch: Batch) -> jax.Array:
+def count_tokens(batch: Batch) -> jax.Array:
     """Tokens of the batch without padding; its rows where it has no tokens."""
     if "segment_ids" in batch:
         return (batch["segment_ids"] > 0).sum(dtype=jnp.int32)
@@ -194,7 +213,7 @@ def _tokens(batch: Batch) -> jax.Array:
     return jnp.int32(math.prod(next(iter(batch.values())).shape[:2]))
 
 
-def _to_device(tree: Any, abstract: Any) -> Any:
+def to_device(tree: Any, abstract: Any) -> Any:
     """Brings what the plan keeps in host memory to the device; the step's out_shardings take it back."""
 
     def one(leaf: jax.Array, planned: jax.ShapeDtypeStruct) -> jax.Array:

@@ -25,6 +25,7 @@ from jtrain.parallel import processes
 from jtrain.parallel.lost import as_peer_lost
 from jtrain.parallel.mesh import data_ranks, describe
 from jtrain.parallel.sharding import bytes_per_device
+from jtrain.train.across_slices import complete, exchange_name
 from jtrain.train.callbacks import Callback, CallbackList, early_stopping
 from jtrain.train.compiled import CompiledStep
 from jtrain.train.evaluation import Evaluator, FilledRows
@@ -218,6 +219,7 @@ class Trainer:
             f"state {bytes_per_device(abstract) / 2**20:,.1f} MiB a device",
             f"{batch.total} rows a step ({batch.accumulation} micro-batch{plural} of {batch.rows})",
             self.program.precision.name,
+            *([] if (across := exchange_name(self.config)) is None else [across]),
         ]
 
     def say(self, text: str) -> None:
@@ -296,7 +298,10 @@ class Trainer:
         if resumes or source or self._trained:  # trained: a fit that broke off before its first save begins anew
             self._state = None  # one state in memory, not two
         if resumes:
-            self._state, meta = session.restore(self.plan.abstract, self._fingerprint)
+            state, meta = session.restore(self.plan.abstract, self._fingerprint)
+            self._state, anew = complete(state, self.plan)
+            if anew:
+                self.say(f"between slices, {' and '.join(anew)} begin anew: the checkpoint has none for this mesh")
             self.counters = Counters(**meta["counters"])
             self.callbacks.load_state_dict(meta["callbacks"])
             session.write_config()

@@ -70,6 +70,12 @@ CHANGED = {
     "sharding.gradient_axes": ("data",),
     "sharding.offload_optimizer": True,
     "sharding.offload_parameters": True,
+    "dcn.rank": 8,
+    "dcn.error_feedback": False,
+    "dcn.local_steps": 50,
+    "dcn.outer_learning_rate": 1.0,
+    "dcn.outer_momentum": 0.5,
+    "dcn.outer_nesterov": False,
     "loss.label_smoothing": 0.1,
     "loss.z_loss": 1e-4,
     "loss.chunk_size": 128,
@@ -110,7 +116,11 @@ CHANGED = {
 NOT_YET = ("mesh.pipeline", "mesh.context", "mesh.expert")
 """Axes whose only legal size is 1 so far; anything else is refused (tests/config/test_rules.py)."""
 
-TOGETHER = {"distributed.process_id": {"distributed.num_processes": 2}}
+TOGETHER = {
+    "distributed.process_id": {"distributed.num_processes": 2},
+    "dcn.compression": {"mesh.slices": 2},
+    "dcn.local_steps": {"mesh.slices": 2},
+}
 """What else has to be set for a value to be legal."""
 
 CHOICES = [(path, choice) for path in fields() for choice in choices(path)]
@@ -159,7 +169,7 @@ def load_config_values(file, path):
 @pytest.mark.parametrize(("path", "choice"), CHOICES)
 def test_every_choice_is_taken(path, choice):
     accelerator = {"splash": "tpu", "cudnn": "gpu"}.get(choice, "auto")
-    config = load({"accelerator": accelerator, path: choice})
+    config = load({"accelerator": accelerator, path: choice, **TOGETHER.get(path, {})})
     value = value_of(config, path)
     assert choice in (value if isinstance(value, tuple) else (value,))
 

@@ -78,6 +78,12 @@ COMPUTED = {
     "sharding.rules": {"mlp": ("fsdp",)},
     "sharding.optimizer_axes": ("data",),
     "sharding.gradient_axes": ("data",),
+    "dcn.rank": 2,
+    "dcn.error_feedback": False,
+    "dcn.local_steps": 2,
+    "dcn.outer_learning_rate": 1.0,
+    "dcn.outer_momentum": 0.5,
+    "dcn.outer_nesterov": False,
     "loss.label_smoothing": 0.1,
     "loss.z_loss": 1e-4,
     "loss.chunk_size": 4,
@@ -107,17 +113,25 @@ BESIDE = {
     "mesh.data": {"mesh.tensor": 1},
     "mesh.fsdp": {"mesh.data": 1},
     "mesh.tensor": {"mesh.data": 4},
+    "dcn.compression": {"mesh.slices": 2},
+    "dcn.rank": {"mesh.slices": 2, "dcn.compression": "powersgd"},
+    "dcn.error_feedback": {"mesh.slices": 2, "dcn.compression": "int8"},
+    "dcn.local_steps": {"mesh.slices": 2, "dcn.compression": "int8"},
+    "dcn.outer_learning_rate": {"mesh.slices": 2, "dcn.local_steps": 2},
+    "dcn.outer_momentum": {"mesh.slices": 2, "dcn.local_steps": 2},
+    "dcn.outer_nesterov": {"mesh.slices": 2, "dcn.local_steps": 2},
     "schedule.decay_steps": {"schedule.name": "wsd"},
     "strategy": {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1},
 }
 """What else is set to make the value legal, or to make it count."""
 
-COMPARED = {"schedule.decay_steps": {"schedule.name": "wsd"}}
+COMPARED = {name: BESIDE[name] for name in BESIDE if name == "schedule.decay_steps" or name.startswith("dcn.")}
 """Fields that count beside another choice only: what the value is compared with."""
 
 COMPUTED_CHOICES = {
     "precision": 5,  # auto is 32-true here
     "strategy": 4,  # fsdp is another word for zero3
+    "dcn.compression": 4,
     "model.remat": 9,
     "model.norm": 2,
     "model.activation": 3,

@@ -1,4 +1,4 @@
-"""Attention: one entry, three kernels, and the rule that chooses among them.
+"""Attention: one entry, three kernels, and the rule that chooses among them; two ways across devices.
 
 Legend: B rows, L tokens, H query heads, K key-value heads, G = H / K query heads a group, Dh head size.
 
@@ -7,19 +7,26 @@ Legend: B rows, L tokens, H query heads, K key-value heads, G = H / K query head
 | xla | everywhere | a mask; queries in blocks, so that no [L, L] scores exist in long rows |
 | splash | TPU (Pallas) | segment ids, in the kernel |
 | cudnn | NVIDIA, bf16 or f16 | a mask [B, 1, L, L], shared by the heads |
+
+Where the tokens of a row are cut over devices (`sequence`), `jtrain.ops.context` says how they meet: by ring attention,
+which computes in blocks of its own, or by ulysses, which runs one of these kernels on whole rows.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jtrain.errors import ConfigError
-from jtrain.ops.logical import current_mesh
-from jtrain.ops.splash import splash_attention
+from jtrain.ops.context import context_method, context_ways, current_options
+from jtrain.ops.logical import current_mesh, mesh_axis_size
+from jtrain.ops.ring_attention import ring_attention
+from jtrain.ops.splash import local_splash_attention, splash_attention
+from jtrain.ops.ulysses import ulysses_attention
 from jtrain.ops.xla_attention import xla_attention
+from jtrain.ops.zigzag import zigzag_ways
 
 Kernel = Literal["xla", "splash", "cudnn"]
 
@@ -56,17 +63,67 @@ def attention(
     """
     if window is not None and not causal:
         raise ValueError("window needs causal=True")
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = _Mask(causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
+    ways = context_ways(q.shape[1])
+    if ways > 1:
+        return _across_devices(q, k, v, segment_ids, mask, kernel, ways)
     name = chosen_kernel(kernel, platform=platform(), length=q.shape[1], head_dim=q.shape[-1], dtype=q.dtype)
     if name == "splash":
-        return splash_attention(q, k, v, segment_ids=segment_ids, causal=causal, window=window, scale=factor)
+        return splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
+    return _plain(name, q, k, v, segment_ids, mask)
+
+
+class _Mask(NamedTuple):
+    causal: bool
+    window: int | None
+    scale: float
+
+
+def _plain(
+    name: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, mask: _Mask
+) -> jax.Array:
+    """A kernel that XLA can divide by itself, or on one device."""
+    if name == "splash":
+        return local_splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
     if name == "cudnn":
         same = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-        local = None if window is None else (window - 1, 0)
+        local = None if mask.window is None else (mask.window - 1, 0)
         return jax.nn.dot_product_attention(
-            q, k, v, mask=same, scale=factor, is_causal=causal, local_window_size=local, implementation="cudnn"
+            q, k, v, mask=same, scale=mask.scale, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
         )
-    return xla_attention(q, k, v, segment_ids=segment_ids, causal=causal, window=window, scale=factor)
+    return xla_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
+
+
+def _across_devices(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    mask: _Mask,
+    kernel: Literal["auto", "xla", "splash", "cudnn"],
+    ways: int,
+) -> jax.Array:
+    """Attention over rows whose tokens are cut over `ways` devices."""
+    _, length, heads, head_dim = q.shape
+    method = context_method(
+        current_options().method,
+        kernel,
+        length=length,
+        heads=heads,
+        kv_heads=k.shape[2],
+        context=ways,
+        tensor=mesh_axis_size("heads"),
+    )
+    if method == "ring":
+        return ring_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
+    if zigzag_ways() > 1:
+        raise ValueError("ulysses takes rows in natural order")
+    name = chosen_kernel(kernel, platform=platform(), length=length, head_dim=head_dim, dtype=q.dtype)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+        return _plain(name, q, k, v, segments, mask)
+
+    return ulysses_attention(q, k, v, segment_ids=segment_ids, local=local)
 
 
 def platform() -> str:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jtrain.ops.logical import current_mesh, logical_spec
+from jtrain.ops.logical import logical_spec
+from jtrain.ops.region import free_region
 
 LANES = 128
 
@@ -38,12 +39,11 @@ def splash_attention(
       scale: factor on the scores.
       interpret: runs the kernel's Python on any platform, slowly.
     """
-    local = functools.partial(_local, causal=causal, window=window, interpret=interpret)
+    local = functools.partial(_local, causal=causal, window=window, scale=scale, interpret=interpret)
     if segment_ids is None:
         segment_ids = jnp.ones(q_BLHDh.shape[:2], jnp.int32)
-    q_BLHDh = (q_BLHDh * scale).astype(q_BLHDh.dtype)
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
+    region = free_region()
+    if region is None:
         return local(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
     rows = logical_spec(segment_ids.shape, "batch", None)
     spec_q = logical_spec(q_BLHDh.shape, "batch", None, "heads", None)
@@ -51,20 +51,43 @@ def splash_attention(
     if spec_q[2] != spec_kv[2]:
         # A device would hold query heads without their key-value head: leave the heads whole.
         spec_q = spec_kv = PartitionSpec(rows[0], None, None, None)
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec_q, spec_kv, spec_kv, rows), out_specs=spec_q, check_vma=False
-    )
+    mapped = region.shard_map(local, in_specs=(spec_q, spec_kv, spec_kv, rows), out_specs=spec_q)
     return mapped(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
 
 
+def local_splash_attention(
+    q_BLHDh: jax.Array,
+    k_BLKDh: jax.Array,
+    v_BLKDh: jax.Array,
+    *,
+    segment_ids: jax.Array | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """The kernel on arrays that one device holds, inside a manual region."""
+    if segment_ids is None:
+        segment_ids = jnp.ones(q_BLHDh.shape[:2], jnp.int32)
+    return _local(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids, causal=causal, window=window, scale=scale)
+
+
 def _local(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, causal: bool, window: int | None, interpret: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    interpret: bool = False,
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     b, length, heads, size = q.shape
     kv_heads = k.shape[2]
+    q = (q * scale).astype(q.dtype)
     shape = (length, length)
     if window is not None:
         mask: masks.Mask = masks.LocalMask(shape, (window - 1, 0), 0)

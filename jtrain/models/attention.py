@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jtrain.models import remat
 from jtrain.models.config import DecoderConfig
-from jtrain.models.projection import Projection
+from jtrain.models.projection import Projection, project
 from jtrain.models.rope import apply_rope
 from jtrain.ops.attention import attention
 from jtrain.ops.logical import constrain, mesh_axis_size
@@ -42,9 +42,10 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[B, L, D] -> [B, L, D]; a token sees the tokens before it that have its own segment id."""
         repeats = kv_repeats(self.config, mesh_axis_size("kv_heads"))
-        q = apply_rope(constrain(self.q_proj(x_BLD), "batch", "sequence", "heads", None), *rope)
-        k = apply_rope(constrain(self.k_proj(x_BLD, repeats=repeats), "batch", "sequence", "kv_heads", None), *rope)
-        v = constrain(self.v_proj(x_BLD, repeats=repeats), "batch", "sequence", "kv_heads", None)
+        q, k, v = project((self.q_proj, self.k_proj, self.v_proj), x_BLD, (1, repeats, repeats))
+        q = apply_rope(constrain(q, "batch", "sequence", "heads", None), *rope)
+        k = apply_rope(constrain(k, "batch", "sequence", "kv_heads", None), *rope)
+        v = constrain(v, "batch", "sequence", "kv_heads", None)
         q, k, v = (checkpoint_name(a, remat.QKV) for a in (q, k, v))
         y = attention(q, k, v, segment_ids=segment_ids_BL, kernel=self.config.attention)
         y = checkpoint_name(constrain(y, "batch", "sequence", "heads", None), remat.ATTENTION)

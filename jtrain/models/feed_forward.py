@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jtrain.models import remat
 from jtrain.models.config import DecoderConfig
-from jtrain.models.projection import Projection
+from jtrain.models.projection import Projection, project
 from jtrain.ops.logical import constrain
 
 
@@ -33,10 +33,10 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
-        up = constrain(self.up_proj(x_BLD), "batch", "sequence", "mlp")
+        names = ("batch", "sequence", "mlp")
         if self.activation == "gelu":
-            h = jax.nn.gelu(up, approximate=True)
+            h = jax.nn.gelu(constrain(self.up_proj(x_BLD), *names), approximate=True)
         else:
-            gate = constrain(self.gate_proj(x_BLD), "batch", "sequence", "mlp")
+            up, gate = (constrain(y, *names) for y in project((self.up_proj, self.gate_proj), x_BLD))
             h = (jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
         return checkpoint_name(self.down_proj(h), remat.OUT)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jtrain.models.parameters import constant, normal
-from jtrain.ops.logical import constrain
+from jtrain.ops.logical import constrain, ways
 
 _AT_USE = {"heads": "heads", "kv_heads": "kv_heads", "mlp": "mlp"}
 """Axes that stay cut while a kernel is used; all others are gathered (that is what fsdp means)."""
@@ -52,8 +55,12 @@ class Projection(nnx.Module):
         Returns:
           [B, L, *outputs], in the type of x.
         """
-        kernel = self.kernel[...].astype(x.dtype)
-        bias = None if self.bias is None else self.bias[...].astype(x.dtype)
+        return project([self], x, [repeats])[0]
+
+    def at_use(self, dtype: jnp.dtype, repeats: int) -> tuple[jax.Array, jax.Array | None]:
+        """Kernel and bias as they are multiplied with."""
+        kernel = self.kernel[...].astype(dtype)
+        bias = None if self.bias is None else self.bias[...].astype(dtype)
         if repeats > 1:
             # Such a kernel is stored divided along D. In small moves: whole heads first, then repeated, then cut by
             # heads; in one, the partitioner would gather everything everywhere.
@@ -61,6 +68,60 @@ class Projection(nnx.Module):
             kernel = jnp.repeat(kernel, repeats, axis=self.input_rank)
             kernel = constrain(kernel, *self.axes)
             bias = None if bias is None else jnp.repeat(bias, repeats, axis=0)
-        kernel = constrain(kernel, *(_AT_USE.get(axis) for axis in self.axes))
-        y = jnp.tensordot(x, kernel, axes=self.input_rank)
-        return y if bias is None else y + bias
+        return constrain(kernel, *(_AT_USE.get(axis) for axis in self.axes)), bias
+
+
+def project(projections: Sequence[Projection], x: jax.Array, repeats: Sequence[int] | None = None) -> list[jax.Array]:
+    """Several projections of the same x; see `Projection.__call__`.
+
+    Where `tensor` cuts their outputs, every device has a part of the sum that is x's gradient. The parts of all
+    projections are added before the devices are: one reduce-scatter instead of one a projection.
+    """
+    kernels, biases = zip(
+        *(p.at_use(x.dtype, n) for p, n in zip(projections, repeats or [1] * len(projections), strict=True)),
+        strict=True,
+    )
+    rank = projections[0].input_rank
+    cut = [
+        ways(kernel.shape[rank], _AT_USE.get(p.axes[rank], "")) for p, kernel in zip(projections, kernels, strict=True)
+    ]
+    if len(projections) > 1 and min(cut) > 1:
+        ys = _together(rank, x, kernels)
+    else:
+        ys = tuple(jnp.tensordot(x, kernel, axes=rank) for kernel in kernels)
+    return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _together(rank: int, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.tensordot(x, kernel, axes=rank) for kernel in kernels)
+
+
+def _together_forward(rank: int, x: jax.Array, kernels: tuple[jax.Array, ...]):
+    return _together(rank, x, kernels), (x, kernels)
+
+
+def _together_backward(rank: int, residuals, d_ys: tuple[jax.Array, ...]):
+    x, kernels = residuals
+    first = x.ndim - rank  # of the output axes
+    rows = tuple(range(first))
+    d_kernels = tuple(jnp.tensordot(x, d_y, axes=(rows, rows)) for d_y in d_ys)
+    d_y, kernel = _side_by_side(d_ys, first), _side_by_side(kernels, rank)
+    d_x = jnp.tensordot(d_y, kernel, axes=(tuple(range(first, d_y.ndim)), tuple(range(rank, kernel.ndim))))
+    return d_x, d_kernels
+
+
+_together.defvjp(_together_forward, _together_backward)
+
+
+def _side_by_side(parts: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Arrays whose `axis` is cut, joined without moving anything between devices: along an axis of their own.
+
+    Arrays of one size are stacked; else each becomes [..., n, size / n, ...] with n the smallest size (heads, cut by
+    key-value heads), and the groups are joined.
+    """
+    sizes = {part.shape[axis] for part in parts}
+    if len(sizes) == 1:
+        return jnp.stack(parts, axis)
+    grouped = [part.reshape(*part.shape[:axis], min(sizes), -1, *part.shape[axis + 1 :]) for part in parts]
+    return jnp.concatenate(grouped, axis + 1)

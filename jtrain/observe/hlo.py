@@ -22,6 +22,9 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
     "ragged-all-to-all",
 )  # fmt: skip
+_SCAN_SLICE = "dynamic_index_in_dim"
+_NEAR = 6
+"""Changes of layout between a gathered weight and its product."""
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
@@ -38,6 +41,7 @@ class Collective:
       asynchronous: whether it may overlap with computation.
       in_loop: whether it stands in a loop.
       source: `file:line` that it comes from.
+      conditional: whether it stands in a branch that a run may not take (local steps: one in H does).
     """
 
     op: str
@@ -48,6 +52,7 @@ class Collective:
     asynchronous: bool
     in_loop: bool
     source: str | None
+    conditional: bool = False
 
 
 @dataclass
@@ -75,12 +80,17 @@ class HloCost:
             total["+".join(collective.axes)] += collective.wire_bytes * count
         return dict(total)
 
-    def add(self, other: HloCost, times: int = 1, *, in_loop: bool = False) -> None:
+    def add(self, other: HloCost, times: int = 1, *, in_loop: bool = False, conditional: bool = False) -> None:
         """Adds `times` runs of `other`."""
         self.flops += times * other.flops
         self.bytes_accessed += times * other.bytes_accessed
         for collective, count in other.collectives.items():
-            self.collectives[replace(collective, in_loop=True) if in_loop else collective] += times * count
+            marked = replace(
+                collective,
+                in_loop=collective.in_loop or in_loop,
+                conditional=collective.conditional or conditional,
+            )
+            self.collectives[marked] += times * count
         for target, count in other.opaque.items():
             self.opaque[target] += times * count
         self.unknown_loops += other.unknown_loops
@@ -128,7 +138,9 @@ class _Walk:
         if opcode == "conditional":
             names = instruction.called("branch_computations", "true_computation", "false_computation")
             # One branch runs; which one is known on the device alone, so the costliest stands for all.
-            return max(map(self.computation, names), key=lambda cost: (cost.flops, cost.bytes_accessed))
+            cost = HloCost()
+            cost.add(max(map(self.computation, names), key=lambda x: (x.flops, x.bytes_accessed)), conditional=True)
+            return cost
         cost = HloCost(flops=product_flops(computation, instruction))
         base = opcode.removesuffix("-start")
         if base in COLLECTIVES:
@@ -196,6 +208,7 @@ class _Walk:
         size = max(map(len, groups), default=1)
         return [
             self._collective(
+                computation,
                 instruction,
                 kind,
                 groups,
@@ -206,7 +219,14 @@ class _Walk:
         ]
 
     def _collective(
-        self, instruction: Instruction, op: str, groups: list[list[int]], payload: int, *, asynchronous: bool
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        op: str,
+        groups: list[list[int]],
+        payload: int,
+        *,
+        asynchronous: bool,
     ) -> Collective:
         size = max(map(len, groups), default=1)
         ring = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0, "collective-broadcast": 1.0}
@@ -218,8 +238,21 @@ class _Walk:
             wire_bytes=round(payload * ring.get(op, (size - 1) / size)),
             asynchronous=asynchronous,
             in_loop=False,
-            source=self._module.source(instruction),
+            source=self._source(computation, instruction),
         )
+
+    def _source(self, computation: Computation, instruction: Instruction) -> str | None:
+        """The line of a collective; of one without a line, or of a scan's own slice of its layers: of what uses it."""
+        own = self._module.source(instruction)
+        if own is not None and _SCAN_SLICE not in instruction.attributes:
+            return own
+        user: Instruction | None = instruction
+        for _ in range(_NEAR):
+            user = next(computation.users(user.name), None) if user is not None else None
+            line = self._module.source(user) if user is not None else None
+            if line not in (None, own):
+                return line
+        return own
 
 
 def _is_scattered(

@@ -21,7 +21,7 @@ _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_LIBRARY = re.compile(r"-packages/(?:jax|jaxlib|flax|optax|chex|orbax)/")
+_LIBRARY = re.compile(r"-packages/(?:jax|jaxlib|flax|optax|chex|orbax)/|/jtrain/ops/(?:logical|stack)\.py:")
 """Lines that say less than the line that calls them."""
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
@@ -246,7 +246,8 @@ def _stack_frames(text: str) -> dict[int, str]:
     rows = re.findall(
         r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(head, "StackFrames"), re.MULTILINE
     )
-    frames = {number: (places.get(place), parent) for number, place, parent in rows}
+    # The text counts parents from 1 for "none": frame 1 names itself, and every other the frame after its parent.
+    frames = {number: (places.get(place), str(int(parent or 1) - 1)) for number, place, parent in rows}
     sources: dict[int, str] = {}
     for number, (place, parent) in frames.items():
         seen = {number}

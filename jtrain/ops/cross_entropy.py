@@ -3,7 +3,8 @@
 Logits exist for a chunk of every row at a time. Where gradients are wanted they are computed in the same pass over
 the chunks, so that no matrix product is done twice and nothing of size [tokens, V] is kept for the backward pass.
 
-Legend: B rows, L tokens, N chunks, C tokens of a chunk, D model, V vocabulary (padded for the mesh), R data ranks.
+Legend: B rows, L tokens, N chunks, P parts of a row that lie apart between blocks, C tokens of a chunk and part,
+D model, V vocabulary (padded for the mesh), R data ranks, S spans of a row that lie apart inside blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.ops.collectives import sum_over
-from jtrain.ops.logical import constrain, logical_size, manual_axes, mesh_axis_size
+from jtrain.ops.logical import constrain, logical_size, manual_axes, mesh_axis_size, ways
 from jtrain.ops.vocabulary import pad_vocabulary
 
 IGNORED = -100
@@ -68,17 +69,20 @@ def cross_entropy_and_correct(
       hidden is). Only the loss sum has a gradient.
     """
     b, length, _ = hidden.shape
-    chunks = _chunk_count(b, length, head.shape[1], chunk_size)
-    missing = -length % chunks
-    x = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
-    t = jnp.pad(targets, ((0, 0), (0, missing)), constant_values=IGNORED)
-    x_NBCD = jnp.moveaxis(x.reshape(b, chunks, -1, x.shape[-1]), 1, 0)
-    t_NBC = jnp.moveaxis(t.reshape(b, chunks, -1), 1, 0)
-    x_NBCD = constrain(x_NBCD, None, "batch", None, None)
+    # A chunk takes as many tokens from every part of a row that the mesh has cut: each device has some of them at hand.
+    parts = ways(length, "residual_sequence")
+    chunks = min(_chunk_count(b, length, head.shape[1], chunk_size), length // parts)
+    missing = -(length // parts) % chunks
+    x = jnp.pad(hidden.reshape(b, parts, -1, hidden.shape[-1]), ((0, 0), (0, 0), (0, missing), (0, 0)))
+    t = jnp.pad(targets.reshape(b, parts, -1), ((0, 0), (0, 0), (0, missing)), constant_values=IGNORED)
+    x_NBPCD = jnp.moveaxis(x.reshape(b, parts, chunks, -1, x.shape[-1]), 2, 0)
+    t_NBPC = jnp.moveaxis(t.reshape(b, parts, chunks, -1), 2, 0)
+    x_NBPCD = constrain(x_NBPCD, None, "batch", "residual_sequence", None, None)
     ranks = mesh_axis_size("batch")
+    spans = ways(parts, "sequence")
     vocab = logical_size("vocab", head.shape[1])
-    options = _Options(label_smoothing, z_loss, vocab, ranks if b % ranks == 0 else 1)
-    loss, correct = _chunked(options, x_NBCD, pad_vocabulary(head, 1), t_NBC)
+    options = _Options(label_smoothing, z_loss, vocab, ranks if b % ranks == 0 else 1, spans)
+    loss, correct = _chunked(options, x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
     return loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct
 
 
@@ -86,7 +90,8 @@ def _chunk_count(rows: int, length: int, vocab: int, chunk_size: int | None) -> 
     least = min(2, length)
     if chunk_size is not None:
         return max(least, -(-length // min(chunk_size, length)))
-    token_bytes = 4 * max(1, rows // mesh_axis_size("batch")) * (vocab // mesh_axis_size("vocab"))
+    token_bytes: float = 4 * max(1, rows // mesh_axis_size("batch")) * (vocab // mesh_axis_size("vocab"))
+    token_bytes /= ways(length, "sequence")
     chunks = least
     # Doubling divides rows of 2^n tokens evenly, so that none is padded.
     while chunks < length and token_bytes * (length / chunks) > CHUNK_BYTES:
@@ -101,27 +106,29 @@ class _Options(NamedTuple):
     """Size of the vocabulary without padding."""
     ranks: int
     """Data-parallel ranks that the rows are divided over."""
+    spans: int
+    """Spans of a row that lie apart inside blocks, too (`context`); they divide the parts."""
 
 
 class _Chunk(NamedTuple):
-    logits_BCV: jax.Array
-    log_z_BC: jax.Array
-    target_BCV: jax.Array
+    logits_BPCV: jax.Array
+    log_z_BPC: jax.Array
+    target_BPCV: jax.Array
     """One-hot targets, as booleans (fused, never stored)."""
-    live_BC: jax.Array
+    live_BPC: jax.Array
     loss: jax.Array
     correct: jax.Array
 
 
-def _chunk(options: _Options, x_BCD: jax.Array, head_DV: jax.Array, t_BC: jax.Array) -> _Chunk:
-    wide = jnp.promote_types(x_BCD.dtype, jnp.float32)
-    z = jnp.einsum("bcd,dv->bcv", x_BCD, head_DV, preferred_element_type=wide)
-    z = constrain(z, "batch", None, "vocab")
+def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.Array) -> _Chunk:
+    wide = jnp.promote_types(x_BPCD.dtype, jnp.float32)
+    z = jnp.einsum("bpcd,dv->bpcv", x_BPCD, head_DV, preferred_element_type=wide)
+    z = constrain(z, "batch", "sequence", None, "vocab")
     # Where manual axes cut the vocabulary, a device has its own tokens only: what runs over all is summed over them.
     parts = manual_axes("vocab")
     token = jnp.arange(z.shape[-1]) + (jax.lax.axis_index(parts) * z.shape[-1] if parts else 0)
     # A comparison instead of a gather: it stays on the device that holds the token when the vocabulary is cut.
-    target = token == t_BC[..., None]
+    target = token == t_BPC[..., None]
     target_z = jnp.sum(jnp.where(target, z, 0.0), axis=-1)
     mean_z = jnp.sum(z, axis=-1) / options.vocab if options.label_smoothing else jnp.zeros((), wide)
     if parts or z.shape[-1] > options.vocab:
@@ -134,64 +141,83 @@ def _chunk(options: _Options, x_BCD: jax.Array, head_DV: jax.Array, t_BC: jax.Ar
     loss = log_z - (1.0 - options.label_smoothing) * target_z - options.label_smoothing * mean_z
     if options.z_loss:
         loss = loss + options.z_loss * jnp.square(log_z)
-    live = t_BC != IGNORED
+    live = t_BPC != IGNORED
     correct = jnp.sum(live & (target_z >= top_z)).astype(wide)
     return _Chunk(z, log_z, target, live, jnp.sum(jnp.where(live, loss, 0.0)), correct)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    zero = jnp.zeros((), jnp.promote_types(x_NBCD.dtype, jnp.float32))
+def _chunked(
+    options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, t_NBPC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    zero = jnp.zeros((), jnp.promote_types(x_NBPCD.dtype, jnp.float32))
 
     def body(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):
-        chunk = _chunk(options, xs[0], head_DV, xs[1])
+        chunk = _chunk(options, _at_use(xs[0]), head_DV, xs[1])
         return (carry[0] + chunk.loss, carry[1] + chunk.correct), None
 
-    return jax.lax.scan(body, (zero, zero), (x_NBCD, t_NBC))[0]
+    return jax.lax.scan(body, (zero, zero), (x_NBPCD, t_NBPC))[0]
 
 
-def _chunked_forward(options: _Options, x_NBCD: jax.Array, head_DV: jax.Array, t_NBC: jax.Array):
-    half = x_NBCD.dtype
+def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, t_NBPC: jax.Array):
+    half = x_NBPCD.dtype
     wide = jnp.promote_types(half, jnp.float32)
-    # float16 ends at 6e-8: probabilities are lifted before the cast, and their product with the head is not cast.
-    lift = 1024.0 if half == jnp.float16 else 1.0
+    lift = _lift(half)
     kept = wide if half == jnp.float16 else half
     d, v = head_DV.shape
 
     def body(carry, xs):
-        loss, correct, d_head_RDV = carry
-        x, t = xs
+        loss, correct, d_head_RSDV = carry
+        x, t = _at_use(xs[0]), xs[1]
         chunk = _chunk(options, x, head_DV, t)
-        p = jnp.exp(chunk.logits_BCV - chunk.log_z_BC[..., None])
+        p = jnp.exp(chunk.logits_BPCV - chunk.log_z_BPC[..., None])
         if options.z_loss:
-            p = p * (1.0 + 2.0 * options.z_loss * chunk.log_z_BC[..., None])
-        d_z = p - (1.0 - options.label_smoothing) * chunk.target_BCV - options.label_smoothing / options.vocab
-        d_z = (jnp.where(chunk.live_BC[..., None], d_z, 0.0) * lift).astype(half)
-        d_z = constrain(d_z, "batch", None, "vocab")
-        d_x = jnp.einsum("bcv,dv->bcd", d_z, head_DV, preferred_element_type=wide) / lift
-        d_x = sum_over(d_x, manual_axes("vocab"))
-        d_x = constrain(d_x.astype(kept), "batch", None, None)
-        # Every rank sums its own rows; the ranks meet once, after the loop, instead of once a chunk.
-        by_rank = (options.ranks, x.shape[0] // options.ranks, x.shape[1])
+            p = p * (1.0 + 2.0 * options.z_loss * chunk.log_z_BPC[..., None])
+        d_z = p - (1.0 - options.label_smoothing) * chunk.target_BPCV - options.label_smoothing / options.vocab
+        d_z = (jnp.where(chunk.live_BPC[..., None], d_z, 0.0) * lift).astype(half)
+        d_z = constrain(d_z, "batch", "sequence", None, "vocab")
+        parts = manual_axes("vocab")
+        d_x = jnp.einsum("bpcv,dv->bpcd", d_z, head_DV, preferred_element_type=wide if parts else kept)
+        # A sum over the parts of the vocabulary, of which a device keeps the tokens that it brought.
+        d_x = constrain(sum_over(d_x, parts).astype(kept), "batch", "residual_sequence", None, None)
+        # Every rank sums its own tokens; the ranks meet once, after the loop, instead of once a chunk.
         d_head = jnp.einsum(
-            "rbcd,rbcv->rdv", x.reshape(*by_rank, d), d_z.reshape(*by_rank, v), preferred_element_type=wide
+            "rbspcd,rbspcv->rsdv", _by_rank(options, x), _by_rank(options, d_z), preferred_element_type=wide
         )
-        d_head_RDV = constrain(d_head_RDV + d_head, "batch", None, "vocab")
-        return (loss + chunk.loss, correct + chunk.correct, d_head_RDV), d_x
+        d_head_RSDV = constrain(d_head_RSDV + d_head, "batch", "sequence", None, "vocab")
+        return (loss + chunk.loss, correct + chunk.correct, d_head_RSDV), d_x
 
     zero = jnp.zeros((), wide)
-    start = constrain(jnp.zeros((options.ranks, d, v), wide), "batch", None, "vocab")
-    (loss, correct, d_head_RDV), d_x_NBCD = jax.lax.scan(body, (zero, zero, start), (x_NBCD, t_NBC))
-    d_head_DV = jnp.sum(d_head_RDV, axis=0) / lift
+    start = jnp.zeros((options.ranks, options.spans, d, v), wide)
+    start = constrain(start, "batch", "sequence", None, "vocab")
+    (loss, correct, d_head_RSDV), d_x_NBPCD = jax.lax.scan(body, (zero, zero, start), (x_NBPCD, t_NBPC))
     # Empty slices carry the operands' types to the backward pass.
-    return (loss, correct), (d_x_NBCD, d_head_DV, x_NBCD[:0], head_DV[:0], t_NBC)
+    return (loss, correct), (d_x_NBPCD, d_head_RSDV, x_NBPCD[:0], head_DV[:0], t_NBPC)
 
 
 def _chunked_backward(options: _Options, residuals, cotangents):
-    d_x_NBCD, d_head_DV, x_like, head_like, t_NBC = residuals
-    d_loss = cotangents[0]
-    d_x = (d_x_NBCD * d_loss).astype(x_like.dtype)
-    return d_x, (d_head_DV * d_loss).astype(head_like.dtype), np.zeros(t_NBC.shape, jax.dtypes.float0)
+    d_x_NBPCD, d_head_RSDV, x_like, head_like, t_NBPC = residuals
+    factor = cotangents[0] / _lift(x_like.dtype)
+    d_x = (d_x_NBPCD * factor).astype(x_like.dtype)
+    # The sum over the ranks goes straight to where the head is stored: nothing stands between it and that.
+    d_head = constrain(jnp.sum(d_head_RSDV * factor, axis=(0, 1)), "embed", "vocab")
+    return d_x, d_head.astype(head_like.dtype), np.zeros(t_NBPC.shape, jax.dtypes.float0)
+
+
+def _lift(dtype: jnp.dtype) -> float:
+    """float16 ends at 6e-8: probabilities are lifted before the cast, and their product with the head is not cast."""
+    return 1024.0 if dtype == jnp.float16 else 1.0
+
+
+def _at_use(x_BPCD: jax.Array) -> jax.Array:
+    """A chunk with all its tokens on every device that holds a part of the vocabulary."""
+    return constrain(x_BPCD, "batch", "sequence", None, None)
+
+
+def _by_rank(options: _Options, x_BPCX: jax.Array) -> jax.Array:
+    """[B, P, C, X] as [ranks, rows, spans, parts, C, X]."""
+    b, parts, tokens, size = x_BPCX.shape
+    return x_BPCX.reshape(options.ranks, b // options.ranks, options.spans, parts // options.spans, tokens, size)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

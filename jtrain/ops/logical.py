@@ -11,7 +11,8 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -93,6 +94,36 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if mesh.size == 1:  # nothing to place, and a constraint would keep XLA from fusing across it
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(region_mesh(mesh), spec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(x: jax.Array, at_use: tuple[str | None, ...], stored: tuple[str | None, ...]) -> jax.Array:
+    """A stored parameter where it is used: `constrain(x, *at_use)`, whose gradient goes straight to its `stored` place.
+
+    The gradient of a plain `constrain` is pinned to the place of use: a sum over the data-parallel devices would first
+    be made whole everywhere.
+    """
+    return constrain(x, *at_use)
+
+
+def _gathered_forward(x: jax.Array, at_use: tuple[str | None, ...], stored: tuple[str | None, ...]) -> Any:
+    return constrain(x, *at_use), None
+
+
+def _gathered_backward(at_use: tuple[str | None, ...], stored: tuple[str | None, ...], _: None, d: jax.Array) -> Any:
+    return (constrain(d, *stored),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def ways(size: int, name: str) -> int:
+    """How many ways `constrain` cuts a dimension of this size and name."""
+    context = _context.get()
+    if context is None:
+        return 1
+    (axes,) = activation_spec((size,), (name,), context.mesh, context.rules)
+    return math.prod(context.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def region_mesh(mesh: Mesh) -> Mesh | AbstractMesh:

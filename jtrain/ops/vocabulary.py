@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.ops.collectives import sum_over
-from jtrain.ops.logical import constrain, manual_axes, mesh_axis_size
+from jtrain.ops.logical import constrain, gathered, manual_axes, mesh_axis_size
 
 
 def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
@@ -27,7 +27,8 @@ def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
         table = constrain(table, *(None if i == axis else "embed" for i in range(table.ndim)))
         table = jnp.pad(table, [(0, missing if i == axis else 0) for i in range(table.ndim)])
         table = constrain(table, *("vocab" if i == axis else "embed" for i in range(table.ndim)))
-    return constrain(table, *("vocab" if i == axis else None for i in range(table.ndim)))
+    at_use = tuple("vocab" if i == axis else None for i in range(table.ndim))
+    return gathered(table, at_use, tuple("vocab" if i == axis else "embed" for i in range(table.ndim)))
 
 
 def embedding_lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
@@ -75,7 +76,8 @@ def _lookup_backward(residuals: tuple[jax.Array, jax.Array], d_BLD: jax.Array) -
     if manual_axes("vocab"):
         local, here = local_tokens(ids_BL, like.shape[0])
         ids_BL = jnp.where(here, local, like.shape[0])  # out of range: dropped
-    d_VD = constrain(zeros_VD.at[ids_BL].add(d_BLD.astype(wide), mode="drop"), "vocab", None)
+    # The sum over the ranks goes straight to where the table is stored.
+    d_VD = constrain(zeros_VD.at[ids_BL].add(d_BLD.astype(wide), mode="drop"), "vocab", "embed")
     return d_VD.astype(like.dtype), np.zeros(ids_BL.shape, jax.dtypes.float0)
 
 

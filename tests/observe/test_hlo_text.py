@@ -39,7 +39,7 @@ def test_the_innermost_stack_frame_gives_the_source():
         'HloModule m\n\nFileNames\n1 "/a/train.py"\n2 "/a/model.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n'
         "1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=1 end_column=2}\n"
         "2 {file_name_id=2 function_name_id=1 line=44 end_line=44 column=1 end_column=2}\n\nStackFrames\n"
-        "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n\n\n"
+        "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n\n\n"
         "ENTRY %e (a: f32[2]) -> f32[2] {\n"
         '  ROOT %a = f32[2]{0} parameter(0), metadata={op_name="x" stack_frame_id=2}\n'
         "}\n"
@@ -73,9 +73,10 @@ def test_a_line_of_a_library_gives_way_to_the_line_that_called_it():
         "1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}\n"
         "2 {file_name_id=2 function_name_id=1 line=8 end_line=8 column=1 end_column=2}\n"
         "3 {file_name_id=3 function_name_id=1 line=9 end_line=9 column=1 end_column=2}\n\n"
-        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n"
-        "3 {file_location_id=2 parent_frame_id=2}\n4 {file_location_id=3 parent_frame_id=1}\n"
-        "5 {file_location_id=2 parent_frame_id=5}\n\n\n"
+        # A parent is written as the number after its own: 1 is none.
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n"
+        "3 {file_location_id=2 parent_frame_id=3}\n4 {file_location_id=3 parent_frame_id=4}\n"
+        "5 {file_location_id=2 parent_frame_id=1}\n\n\n"
         "ENTRY %main () -> f32[] {\n  ROOT %r = f32[] constant(1)\n}\n"
     )
     mine, library = "/home/me/model.py:7", "/venv/lib/python3.12/site-packages/optax/tree.py:8"

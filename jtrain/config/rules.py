@@ -18,7 +18,7 @@ from jtrain.errors import ConfigError
 AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
 """Mesh axes, outermost first."""
 
-BUILT_AXES = ("data", "fsdp", "tensor")
+BUILT_AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 """Axes that divide the rows of a batch."""
 
@@ -54,8 +54,12 @@ def check(config: Config) -> Config:
             "init_from starts a new run, resume continues one: keep one of them.",
         )
     _across_slices(config)
+    _context_kernel(config)
+    if config.mesh.context > 1:
+        check_context_length(config, config.mesh.context)
     if isinstance(config.devices, int):
         mesh = resolve_mesh(config.mesh, config.devices)
+        check_context_length(config, mesh["context"])
         check_slices(config, mesh)
         resolve_batch(config, data_ranks(mesh))
     else:
@@ -313,6 +317,37 @@ def _axes_exist(config: Config) -> None:
                 )
         if len(set(axes)) != len(axes):
             raise ConfigError(f"sharding.{field}: {list(axes)} names an axis twice", "Name it once.")
+
+
+# -- context ----------------------------------------------------------------------------------------------------------
+
+
+def check_context_length(config: Config, context: int) -> None:
+    """Sees that rows can be cut for `context` devices.
+
+    Raises:
+      ConfigError: they can't; the message names the nearest lengths.
+    """
+    zigzag = context > 1 and config.context.layout == "zigzag" and config.context.method != "ulysses"
+    unit, length = 2 * context if zigzag else context, config.max_length
+    if length % unit:
+        below, above = length // unit * unit, -(-length // unit) * unit
+        chunks = f"2 x {context} mesh.context = {unit} chunks" if zigzag else f"{context} mesh.context"
+        other = ", or context.layout: contiguous" if zigzag and length % context == 0 else ""
+        raise ConfigError(
+            f"max_length: {length} / {chunks} = {length / unit:.4g} tokens, not a whole number",
+            f"Write max_length: {f'{below} or {above}' if below else above}{other}.",
+        )
+
+
+def _context_kernel(config: Config) -> None:
+    kernel = config.model.attention
+    if config.mesh.context != 1 and config.context.method == "ring" and kernel in ("splash", "cudnn"):
+        raise ConfigError(
+            f"model.attention: {kernel} with context.method: ring: it needs whole rows, and under the ring no device "
+            "has one",
+            "Write model.attention: auto, or context.method: ulysses.",
+        )
 
 
 # -- batch ------------------------------------------------------------------------------------------------------------

@@ -215,6 +215,15 @@ class MeshConfig(Section):
     """TPU slices or GPU islands; the slow network between them carries `data` (or, where it fits, `fsdp`)."""
 
 
+class ContextConfig(Section):
+    method: Literal["auto", "ring", "ulysses"] = "auto"
+    """How tokens of a row that lie on several devices meet. ring: keys and values go round; ulysses: whole rows of some
+    heads; auto: ulysses where the heads can be dealt out and rows have at most 32,768 tokens, else ring."""
+    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    """ring: which tokens a device holds. zigzag: an early and a late chunk of every row, so that all do the same work;
+    contiguous: neighbours, of which the last ones do the most."""
+
+
 class ShardingConfig(Section):
     rules: dict[str, Strings] = {}
     """Overrides of the table logical axis -> mesh axes, e.g. `{mlp: [tensor], embed: [fsdp]}`."""
@@ -387,6 +396,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
+    context: ContextConfig = ContextConfig()
     sharding: ShardingConfig = ShardingConfig()
     dcn: DcnConfig = DcnConfig()
     loss: LossConfig = LossConfig()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jtrain.models.attention import Attention
+from jtrain.models.attention import Attention, kv_repeats
 from jtrain.models.config import DecoderConfig
 from jtrain.models.dropout import dropout, dropout_keys
 from jtrain.models.feed_forward import FeedForward
@@ -19,9 +19,11 @@ from jtrain.models.norm import Norm
 from jtrain.models.parameters import normal
 from jtrain.models.remat import remat
 from jtrain.models.rope import rope_tables
-from jtrain.ops.logical import constrain
+from jtrain.ops.context import balanced_ways
+from jtrain.ops.logical import constrain, mesh_axis_size
 from jtrain.ops.stack import scan_layers
 from jtrain.ops.vocabulary import embedding_lookup, pad_vocabulary
+from jtrain.ops.zigzag import token_index
 
 
 class Layer(nnx.Module):
@@ -132,7 +134,7 @@ class Decoder(nnx.Module):
         elif rng is None or row is None:
             raise ValueError("dropout needs rng and row; pass deterministic=True to switch it off")
         if position_ids is None:
-            position_ids = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+            position_ids = jnp.broadcast_to(token_index(input_ids.shape[1]), input_ids.shape)
         table = self.embed_tokens.embedding[...]
         x = constrain(embedding_lookup(table, input_ids), "batch", "sequence", None)
         x = constrain(x, "batch", "residual_sequence", None)
@@ -140,7 +142,8 @@ class Decoder(nnx.Module):
         if rng is not None and row is not None:
             embedding_keys, keys = dropout_keys(rng, config.num_hidden_layers, row)
             x = dropout(x, config.dropout, embedding_keys)
-        rope = rope_tables(config, position_ids, table.dtype)
+        cos, sin = rope_tables(config, position_ids, table.dtype)
+        rope = (constrain(cos, "batch", "sequence", None), constrain(sin, "batch", "sequence", None))
         graph, layers = nnx.split(self.layers)
 
         def body(x_BLD: jax.Array, layer: tuple[dict, jax.Array | None]) -> jax.Array:
@@ -149,6 +152,15 @@ class Decoder(nnx.Module):
 
         x = scan_layers(remat(body, config.remat), x, nnx.to_pure_dict(layers), keys)
         return constrain(self.final_norm(x), "batch", "sequence", None)
+
+    def balanced_ways(self, length: int) -> int:
+        """For how many devices a loss puts rows of this length into the order of `jtrain.ops.zigzag`; 1: natural order.
+
+        `hidden` takes the tokens as they come: who permutes its arrays calls it under `zigzag_order`.
+        """
+        config = self.config
+        kv_heads = config.kv_heads * kv_repeats(config, mesh_axis_size("kv_heads"))
+        return balanced_ways(config.attention, length=length, heads=config.num_attention_heads, kv_heads=kv_heads)
 
     def head(self) -> jax.Array:
         """The output kernel [D, V]; the embedding table transposed where they are tied."""

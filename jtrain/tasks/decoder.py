@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jtrain.config.names import nearest
+from jtrain.config.rules import check_context_length
 from jtrain.config.schema import Config, ModelConfig
 from jtrain.data.rows import Rows
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError, DataError
+from jtrain.models.attention import kv_repeats
 from jtrain.models.config import DecoderConfig
 from jtrain.models.presets import preset
+from jtrain.ops.attention import chosen_kernel
+from jtrain.ops.context import context_method
 from jtrain.parallel.sharding import RULES
 
 _CHECKED_ROWS = 16
@@ -99,3 +105,34 @@ def check_tensor(shape: DecoderConfig, tensor: int) -> None:
                 f"write mesh.tensor: {nearest} (it may be {', '.join(map(str, legal[:8]))}), "
                 f"or model.{field}: {-(-size // tensor) * tensor}",
             )
+
+
+def attention_name(config: Config, shape: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> str:
+    """What attention runs on this mesh, for the log: a kernel, and how the tokens of a row meet.
+
+    Raises:
+      ConfigError: a kernel, a length or heads that can't be so; the message names the nearest choice that can.
+    """
+    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
+    check_context_length(config, context)
+    method = None
+    if context > 1:
+        method = context_method(
+            config.context.method,
+            shape.attention,
+            length=config.max_length,
+            heads=shape.num_attention_heads,
+            kv_heads=shape.kv_heads * kv_repeats(shape, tensor),
+            context=context,
+            tensor=tensor,
+        )
+    if method == "ring":
+        return f"ring over context={context}, {config.context.layout}"
+    kernel = chosen_kernel(
+        shape.attention,
+        platform=mesh.devices.flat[0].platform,
+        length=config.max_length,
+        head_dim=shape.head_size,
+        dtype=dtype,
+    )
+    return kernel if method is None else f"ulysses over context={context}, {kernel}"

@@ -21,9 +21,9 @@ from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
-from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.cross_entropy import cross_entropy_and_correct
-from jtrain.tasks.decoder import check_rows, check_tensor, decoder_config
+from jtrain.ops.zigzag import to_zigzag, zigzag_order
+from jtrain.tasks.decoder import attention_name, check_rows, check_tensor, decoder_config
 from jtrain.tasks.sample import Sampler
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
@@ -83,13 +83,7 @@ class PretrainTrainer(Trainer):
             if given is not None:
                 check_rows(given, config.max_length, self.decoder.vocab_size)
         check_tensor(self.decoder, self.mesh.shape["tensor"])
-        self.kernel = chosen_kernel(
-            self.decoder.attention,
-            platform=self.mesh.devices.flat[0].platform,
-            length=config.max_length,
-            head_dim=self.decoder.head_size,
-            dtype=self.program.precision.compute_dtype,
-        )
+        self.kernel = attention_name(config, self.decoder, self.mesh, self.program.precision.compute_dtype)
 
     def summary(self) -> list[str]:
         return [*super().summary(), f"attention: {self.kernel}"]
@@ -131,18 +125,25 @@ def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size:
 
     def loss_fn(model: nnx.Module, batch: dict[str, jax.Array], rng: jax.Array | None) -> Loss:
         training = rng is not None
-        hidden = model.hidden(  # type: ignore[attr-defined]
-            batch["input_ids"],
-            position_ids=batch["position_ids"],
-            segment_ids=batch["segment_ids"],
-            rng=rng,
-            row=batch["row"],
-            deterministic=not training,
+        # A sum does not mind the order of its terms: tokens go where every device of `context` does the same work.
+        ways = model.balanced_ways(batch["input_ids"].shape[1])  # type: ignore[attr-defined]
+        ids, positions, segments, targets = (
+            to_zigzag(x, ways)
+            for x in (batch["input_ids"], batch["position_ids"], batch["segment_ids"], next_token(batch["labels"]))
         )
+        with zigzag_order(ways):
+            hidden = model.hidden(  # type: ignore[attr-defined]
+                ids,
+                position_ids=positions,
+                segment_ids=segments,
+                rng=rng,
+                row=batch["row"],
+                deterministic=not training,
+            )
         loss, count, correct = cross_entropy_and_correct(
             hidden,
             model.head(),  # type: ignore[attr-defined]
-            next_token(batch["labels"]),
+            targets,
             label_smoothing=label_smoothing if training else 0.0,
             z_loss=z_loss if training else 0.0,
             chunk_size=chunk_size,

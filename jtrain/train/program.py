@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jtrain.config.rules import apply_strategy, check_slices, resolve_batch, resolve_steps, slices_by_themselves
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
+from jtrain.ops.context import ContextOptions
 from jtrain.parallel.mesh import data_ranks, make_mesh
 from jtrain.parallel.sharding import Rules, make_rules
 from jtrain.parallel.xla import compiler_options
@@ -167,6 +168,7 @@ def build_program(
         offload_optimizer=config.sharding.offload_optimizer,
         offload_parameters=config.sharding.offload_parameters,
         ema=config.optimizer.ema_decay > 0,
+        context=ContextOptions(config.context.method, config.context.layout),
     )
     options = _options(config, mesh)
     keywords: dict[str, Any] = {

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jtrain.ops.context import DEFAULT_OPTIONS, ContextOptions
 from jtrain.parallel.sharding import (
     Rules,
     batch_sharding,
@@ -73,6 +74,7 @@ class StatePlan:
       mesh: the mesh.
       rules: the table of logical axes.
       precision: what is stored, and what a step computes in.
+      context: how tokens of a row that lie on several devices meet.
       across: how slices that compute by themselves begin (an `AcrossSlices`), else None.
     """
 
@@ -82,6 +84,7 @@ class StatePlan:
     mesh: Mesh
     rules: Rules
     precision: Precision
+    context: ContextOptions = DEFAULT_OPTIONS
     across: Any = None
 
     @property
@@ -118,6 +121,7 @@ def plan_state(
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
     ema: bool = False,
+    context: ContextOptions = DEFAULT_OPTIONS,
 ) -> StatePlan:
     """Plans the state's layout without touching a device.
 
@@ -133,6 +137,7 @@ def plan_state(
       offload_optimizer: optimizer state in pinned host memory between steps.
       offload_parameters: parameters in pinned host memory between steps.
       ema: whether a moving average is kept.
+      context: how tokens of a row that lie on several devices meet.
     """
     rules = make_rules() if rules is None else rules
     precision = precision_policy(precision, mesh.devices.flat[0]) if isinstance(precision, str) else precision
@@ -167,7 +172,8 @@ def plan_state(
         loss_scale=scale if precision.loss_scaling else None,
         ema=_with(jax.eval_shape(_float32, params), sharding((), False)) if ema else None,
     )
-    return StatePlan(abstract, select(sharding(gradient_axes, False), trainable), trainable, mesh, rules, precision)
+    gradients = select(sharding(gradient_axes, False), trainable)
+    return StatePlan(abstract, gradients, trainable, mesh, rules, precision, context)
 
 
 def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: StatePlan, *, seed: int) -> TrainState:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jtrain.ops.context import context_options
 from jtrain.ops.logical import logical_rules
 from jtrain.train.across_slices import Exchange, total_loss
 from jtrain.train.gradients import Batch, GradientFn, accumulated_gradients
@@ -148,7 +149,11 @@ def jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: A
     """`jax.jit` with the table of logical axes and the matmul precision in force while it traces."""
 
     def traced(*arguments: Any) -> Any:
-        with logical_rules(plan.mesh, plan.rules), jax.default_matmul_precision(plan.precision.matmul):
+        with (
+            logical_rules(plan.mesh, plan.rules),
+            context_options(plan.context),
+            jax.default_matmul_precision(plan.precision.matmul),
+        ):
             return function(*arguments)
 
     traced.__name__ = function.__name__

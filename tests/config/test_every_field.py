@@ -63,6 +63,7 @@ CHANGED = {
     "data.prefetch": 4,
     "mesh.data": 1,
     "mesh.fsdp": 2,
+    "mesh.context": 2,
     "mesh.tensor": 2,
     "mesh.slices": 2,
     "sharding.rules": {"mlp": ("fsdp",)},
@@ -113,7 +114,7 @@ CHANGED = {
     "faults.max_consecutive_skips": 3,
 }
 
-NOT_YET = ("mesh.pipeline", "mesh.context", "mesh.expert")
+NOT_YET = ("mesh.pipeline", "mesh.expert")
 """Axes whose only legal size is 1 so far; anything else is refused (tests/config/test_rules.py)."""
 
 TOGETHER = {

@@ -76,7 +76,6 @@ def test_one_axis_takes_what_is_left():
         ({"mesh": "fsdp=0"}, ["mesh.fsdp: 0"]),
         ({"mesh": "fsdp=-2"}, ["mesh.fsdp: -2"]),
         ({"mesh": "pipeline=2"}, ["mesh.pipeline: 2 is not built yet"]),
-        ({"mesh": "context=2"}, ["mesh.context: 2 is not built yet"]),
         ({"mesh": "expert=2"}, ["mesh.expert: 2 is not built yet"]),
         ({"mesh": "data=1,fsdp=3", "devices": 8}, ["data 1 x fsdp 3 = 3 is not 8 devices", "fsdp=4", "devices: 3"]),
         ({"mesh": "tensor=3", "devices": 8}, ["tensor 3 = 3 does not divide 8 devices", "data=2,tensor=4"]),
@@ -86,6 +85,41 @@ def test_one_axis_takes_what_is_left():
 def test_a_mesh_that_can_not_be_is_refused(fields, words):
     message = refused(**fields)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"mesh": "context=8", "max_length": 1000},
+            ["max_length: 1000 / 2 x 8 mesh.context = 16 chunks = 62.5", "992 or 1008, or context.layout: contiguous."],
+        ),
+        ({"mesh": "context=8", "max_length": 12}, ["12 / 2 x 8 mesh.context = 16 chunks = 0.75", "max_length: 16."]),
+        (
+            {"mesh": "context=8", "max_length": 1001, "context": {"layout": "contiguous"}},
+            ["max_length: 1001 / 8 mesh.context = 125.1", "1000 or 1008."],
+        ),
+        (
+            {"mesh": "context=4", "max_length": 30, "context": {"method": "ulysses"}},
+            ["30 / 4 mesh.context = 7.5", "28 or 32"],
+        ),
+        ({"mesh": "data=1,context=-1", "devices": 8, "max_length": 24}, ["24 / 2 x 8 mesh.context", "16 or 32"]),
+        (
+            {"mesh": "context=2", "context": {"method": "ring"}, "model": {"attention": "splash"}},
+            ["model.attention: splash with context.method: ring", "whole rows", "context.method: ulysses"],
+        ),
+    ],
+)
+def test_rows_that_a_context_can_not_divide_are_refused_with_the_nearest_that_it_can(fields, words):
+    message = refused(**fields)
+    assert all(word in message for word in words), message
+
+
+def test_a_context_divides_rows_and_leaves_the_batch_whole():
+    assert config(mesh="context=8", max_length=1008).mesh.context == 8
+    assert config(mesh="context=8", max_length=1000, context={"layout": "contiguous"}).max_length == 1000
+    assert config(mesh="context=4", max_length=28, context={"method": "ulysses"}).max_length == 28
+    assert data_ranks(resolve_mesh(MeshConfig(context=4), 8)) == 2
 
 
 def test_the_nearest_meshes_are_legal():

@@ -74,6 +74,7 @@ COMPUTED = {
     "data.eval": 0.4,
     "mesh.data": 4,
     "mesh.fsdp": 4,
+    "mesh.context": 2,
     "mesh.tensor": 1,
     "sharding.rules": {"mlp": ("fsdp",)},
     "sharding.optimizer_axes": ("data",),
@@ -112,7 +113,10 @@ BESIDE = {
     "devices": {"mesh.data": 1},
     "mesh.data": {"mesh.tensor": 1},
     "mesh.fsdp": {"mesh.data": 1},
+    "mesh.context": {"mesh.data": 1},
     "mesh.tensor": {"mesh.data": 4},
+    "context.method": {"mesh.data": 1, "mesh.context": 2},
+    "context.layout": {"mesh.data": 1, "mesh.context": 2, "context.method": "ring"},
     "dcn.compression": {"mesh.slices": 2},
     "dcn.rank": {"mesh.slices": 2, "dcn.compression": "powersgd"},
     "dcn.error_feedback": {"mesh.slices": 2, "dcn.compression": "int8"},
@@ -136,6 +140,8 @@ COMPUTED_CHOICES = {
     "model.norm": 2,
     "model.activation": 3,
     "data.packing": 3,
+    "context.method": 2,  # auto is ulysses here
+    "context.layout": 2,
     "optimizer.name": 5,
     "schedule.name": 5,
 }
@@ -163,7 +169,6 @@ SEEN = {
     "data.num_workers": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
     "data.prefetch": "tests/train/test_trainer.py::test_batches_are_read_ahead_on_another_thread_where_that_is_wanted",
     "mesh.pipeline": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
-    "mesh.context": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
     "mesh.expert": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
     "mesh.slices": "tests/parallel/test_mesh.py::test_slices_keep_every_axis_but_data_inside_a_slice",
     "sharding.offload_optimizer": "tests/train/test_offload.py::"

@@ -33,6 +33,7 @@ VERBS = (
     Verb("pretrain", "pretrain", "train a language model on text: jtrain pretrain [CONFIG] [--flags]"),
     Verb("data", "data", "prepare: tokenise once to a cache; inspect: show what a batch really holds"),
     Verb("config", "config", "show: the resolved config; schema: JSON schema for editors; docs: the reference page"),
+    Verb("explain", "explain", "every parameter's axes, spec and bytes; every collective of the compiled step"),
     Verb("bench", "bench", "figures of this machine: trainer overhead, loader, saves, start-up"),
 )
 

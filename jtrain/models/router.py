@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jtrain.models.config import DecoderConfig
 
@@ -55,6 +56,31 @@ def route(config: DecoderConfig, logits_BLE: jax.Array, bias_E: jax.Array | None
         weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)  # DeepSeek's guard; softmax does not need it
     share = score if config.scoring_func == "softmax" else score / (score.sum(-1, keepdims=True) + 1e-20)
     return Routing(expert.astype(jnp.int32), weight * config.routed_scaling_factor, share)
+
+
+class RouterLoad(nnx.Variable):
+    """int32 [layers, E]: assignments of this step so far, by expert."""
+
+
+class RouterBias(nnx.Variable):
+    """float32 [layers, E]: what balances without a loss. Constant within a step."""
+
+
+def balance_step(
+    bias_NE: jax.Array | None, load_NE: jax.Array, rate: float
+) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+    """Moves the bias of every expert by `rate`, up where its load was below the mean of its layer, down where above.
+
+    DeepSeek-V3 (2024, section 2.1.2); Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1.
+
+    Returns:
+      The new bias, and the figure `expert_load_max`: the largest load over the mean of its layer, over all layers.
+    """
+    load_NE = load_NE.astype(jnp.float32)
+    mean_N1 = load_NE.mean(-1, keepdims=True)
+    largest = (load_NE.max(-1, keepdims=True) / jnp.maximum(mean_N1, 1e-9)).max()
+    moved = None if bias_NE is None else bias_NE + rate * jnp.sign(mean_N1 - load_NE)
+    return moved, {"expert_load_max": largest}
 
 
 class RouterFigures(NamedTuple):

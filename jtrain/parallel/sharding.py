@@ -31,6 +31,8 @@ RULES: Rules = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "expert": ("expert",),
+    "router": (),
     "norm": (),
     # activations (heads, kv_heads, mlp and vocab are shared with the parameters)
     "batch": BATCH_AXES,
@@ -56,6 +58,17 @@ def make_rules(overrides: Mapping[str, Sequence[str]] | None = None) -> Rules:
             raise ConfigError(f"sharding.rules.{name} names a mesh axis twice: {list(axes)}", "name each axis once")
         rules[name] = tuple(axes)
     return rules
+
+
+def pipeline_rules(rules: Rules, chunks: int) -> Rules:
+    """The table under a pipeline: layers and vocabulary are divided over its stages, at rest too.
+
+    With several chunks a stage, the layers of a stage do not stand together; parameters of the stack are then cut along
+    `embed` and turned round in the step (`jtrain.parallel.pipeline.layout`). A row that a user wrote stays.
+    """
+    changed = {"vocab": ("pipeline", "tensor")}
+    changed |= {"layers": ("pipeline",)} if chunks == 1 else {"embed": ("fsdp", "pipeline")}
+    return {**rules, **{name: axes for name, axes in changed.items() if rules[name] == RULES[name]}}
 
 
 def parameter_spec(shape: Sequence[int], names: LogicalNames, mesh: Mesh, rules: Rules) -> PartitionSpec:

@@ -24,6 +24,7 @@ from jtrain.observe.flops import TokenFlops, decoder_flops
 from jtrain.ops.cross_entropy import cross_entropy_and_correct
 from jtrain.ops.zigzag import to_zigzag, zigzag_order
 from jtrain.tasks.decoder import attention_name, check_rows, check_tensor, decoder_config
+from jtrain.tasks.router_losses import router_losses
 from jtrain.tasks.sample import Sampler
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
@@ -120,7 +121,8 @@ class PretrainTrainer(Trainer):
 def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size: int | None = None) -> LossFn:
     """The loss of next-token prediction: sum of cross-entropies in nats over the live labels.
 
-    Evaluation (`rng` None) leaves out smoothing and z loss: `eval_loss` is the model's own cross-entropy.
+    A mixture of experts adds the losses of its routers. Evaluation (`rng` None) leaves them out, and smoothing and z
+    loss as well: `eval_loss` is the model's own cross-entropy.
     """
 
     def loss_fn(model: nnx.Module, batch: dict[str, jax.Array], rng: jax.Array | None) -> Loss:
@@ -132,7 +134,7 @@ def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size:
             for x in (batch["input_ids"], batch["position_ids"], batch["segment_ids"], next_token(batch["labels"]))
         )
         with zigzag_order(ways):
-            hidden = model.hidden(  # type: ignore[attr-defined]
+            hidden, router = model.hidden_and_router(  # type: ignore[attr-defined]
                 ids,
                 position_ids=positions,
                 segment_ids=segments,
@@ -149,6 +151,10 @@ def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size:
             chunk_size=chunk_size,
         )
         metrics = {"mean_token_accuracy": (correct, count)}
+        if training and router is not None:
+            config = model.config  # type: ignore[attr-defined]
+            added, figures = router_losses(config, router, (targets != IGNORE).sum(1))
+            loss, metrics = loss + added.astype(loss.dtype), metrics | figures
         if not training and "bytes" in batch:
             metrics["_bytes"] = (batch["bytes"].sum(), jnp.int32(1))
         return Loss(loss, count, metrics)

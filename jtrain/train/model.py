@@ -31,12 +31,15 @@ class FunctionalModel:
       params: tree of ShapeDtypeStruct (pure nested dict), the `nnx.Param`s.
       variables: the same for everything else that a model keeps (batch statistics, ...), without random states.
       names: tree of the structure of `params`: logical axis names of each parameter, or None.
+      vocabulary_parallel: whether the module's class says so: its tables with a "vocab" axis are read by `jtrain.ops`
+        only (`embedding_lookup`, `cross_entropy`), which work on a part of the vocabulary as well.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     params: Any
     variables: Any
     names: Any
+    vocabulary_parallel: bool
     _graphdef: Any
     _states: tuple[Any, Any, Any]
 
@@ -51,6 +54,19 @@ class FunctionalModel:
         """The values of a merged module's variables, after a forward pass may have changed them."""
         _, _, variables, _ = nnx.split(model, nnx.Param, nnx.Not(nnx.RngState), ...)
         return _pure(variables)
+
+    def end_step(self, params: Any, variables: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """The variables after the module's `end_step()`, and the figures that it returned.
+
+        A module may define it for what happens once an update, after all of its micro-batches (the balancing bias of a
+        mixture of experts). It may change variables, not parameters, and return name -> scalar, or None.
+        """
+        module = self.merge(params, variables)
+        hook = getattr(module, "end_step", None)
+        if hook is None:
+            return variables, {}
+        figures = hook()
+        return self.variables_of(module), figures or {}
 
 
 def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> FunctionalModel:
@@ -76,9 +92,14 @@ def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> Fun
             f"model={model!r} is not a Flax NNX module", "pass a module, its class, or a function of rngs"
         )
 
+    vocabulary_parallel = False
+
     def split(key: jax.Array) -> tuple[Any, Any, Any, Any]:
+        nonlocal vocabulary_parallel
         with nnx.use_eager_sharding(False):
-            return nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.Not(nnx.RngState), ...)
+            module = build(nnx.Rngs(key))
+            vocabulary_parallel = getattr(module, "vocabulary_parallel", False)
+            return nnx.split(module, nnx.Param, nnx.Not(nnx.RngState), ...)
 
     graphdef, params, variables, random = _abstract(split)
     if not jax.tree.leaves(params):
@@ -91,7 +112,9 @@ def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> Fun
         return _pure(drawn), _pure(kept)
 
     pure = _pure(params)
-    return FunctionalModel(init, pure, _pure(variables), _names(params, pure), graphdef, (params, variables, random))
+    return FunctionalModel(
+        init, pure, _pure(variables), _names(params, pure), vocabulary_parallel, graphdef, (params, variables, random)
+    )
 
 
 def _abstract(split: Callable[[jax.Array], tuple[Any, Any, Any, Any]]) -> tuple[Any, Any, Any, Any]:

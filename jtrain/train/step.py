@@ -69,7 +69,7 @@ def make_train_step(
     Returns:
       `step(state, batch) -> (state, metrics)`. The state is donated. `batch` holds arrays [A, b, ...]: A micro-batches
       of b rows. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `finite`, `step`, `skipped`, `tokens`
-      (of this batch, without padding), and `sums`: name -> (sum, count).
+      (of this batch, without padding), `sums`: name -> (sum, count), and what the model's `end_step` returns.
     """
     precision = plan.precision
     gradients = accumulated_gradients(model, loss_fn, plan) if gradients is None else gradients
@@ -84,9 +84,10 @@ def make_train_step(
         if exchange is not None:
             grads, across = exchange(grads, across or {}, scale)
             loss = total_loss(loss)
+        variables, figures = model.end_step(state.params, variables)
         count = jnp.where(loss.count > 0, loss.count, 1).astype(loss.sum.dtype)
         grads = jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
-        metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": count_tokens(batch)}
+        metrics: Metrics = {"loss": loss.sum / count, "sums": loss.metrics, "tokens": count_tokens(batch)} | figures
         if step_hook is not None:
             grads, metrics = step_hook(grads, state, metrics)
         norm = optax.tree.norm(grads)
@@ -109,18 +110,26 @@ def make_eval_step(
     loss_fn: LossFn,
     plan: StatePlan,
     *,
+    batch_loss: Callable[[Any, Any, Batch], Loss] | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[Any, Any, Batch], Loss]:
     """Builds `eval_step(params, variables, batch) -> Loss`, summed over the batch's micro-batches.
 
-    Nothing is random: the module is in evaluation mode and `rng` is None.
+    Nothing is random: the module is in evaluation mode and `rng` is None. `batch_loss(params, variables, batch)`, with
+    parameters in the compute type, takes the place of the loop over micro-batches (pipelines).
     """
+    if batch_loss is not None:
 
-    def eval_step(module: Any, batch: Batch) -> Loss:
+        def eval_step(params: Any, variables: Any, batch: Batch) -> Loss:
+            return batch_loss(plan.precision.cast(to_device(params, plan.abstract.params)), variables, batch)
+
+        return jit(eval_step, plan, compiler_options)
+
+    def sum_losses(module: Any, batch: Batch) -> Loss:
         losses = jax.lax.map(lambda micro: call_loss(loss_fn, module, micro, None), batch)
         return jax.tree.map(lambda x: x.sum(0), losses)
 
-    return make_forward(model, plan, eval_step, compiler_options=compiler_options)
+    return make_forward(model, plan, sum_losses, name="eval_step", compiler_options=compiler_options)
 
 
 def make_forward(
@@ -128,6 +137,7 @@ def make_forward(
     plan: StatePlan,
     function: Callable[..., Any],
     *,
+    name: str | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Jits `function(module, *arguments)` as `forward(params, variables, *arguments)`, for everything but training.
@@ -141,7 +151,7 @@ def make_forward(
         module.eval()
         return function(module, *arguments)
 
-    forward.__name__ = function.__name__
+    forward.__name__ = name or function.__name__
     return jit(forward, plan, compiler_options)
 
 

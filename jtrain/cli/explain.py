@@ -43,7 +43,7 @@ def _print(found: dict[str, Any], besides: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False, **({} if sys.stdout.isatty() else {"width": 132}))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
 
     def table(title: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
         made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 import jtrain
@@ -71,7 +70,7 @@ def _trainer(config: Config) -> PretrainTrainer:
     if not isinstance(config.max_steps, int):
         changes |= {"max_steps": _STEPS, "num_train_epochs": None}
     config = config.model_copy(update=changes)
-    store = TokenStore.from_documents([np.zeros(config.max_length, np.int32)])
+    store = TokenStore.from_documents([[0] * config.max_length])
     rows = TrainRows([PackedRows(store, plan_rows(store.edges, config.max_length, "best_fit"))], seed=0)
     return PretrainTrainer(config, train_dataset=rows)
 

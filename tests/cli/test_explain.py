@@ -13,7 +13,8 @@ from jtrain.errors import Exit
 LAYERS, D, FF = 2, 32, 64
 FLAGS = [
     "--accelerator", "cpu", "--devices", "8", "--mesh", "fsdp=4,tensor=2", "--max_length", "32",
-    "--precision", "32-true", "--global_batch_size", "8", "--model.hidden_size", str(D), "--model.intermediate_size", str(FF),
+    "--precision", "32-true", "--global_batch_size", "8", "--model.hidden_size", str(D),
+    "--model.intermediate_size", str(FF),
     "--model.num_hidden_layers", str(LAYERS), "--model.num_attention_heads", "4", "--model.num_key_value_heads", "2",
     "--model.vocab_size", "512", "--model.remat", "full", "--model.tie_word_embeddings", "false",
     "--data.tokenizer", "bytes", "--optimizer.name", "adamw", "--compile_cache", "", "--data.train", "nothing/here.txt",

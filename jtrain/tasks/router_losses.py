@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jtrain.models.config import DecoderConfig
 from jtrain.models.router import RouterFigures

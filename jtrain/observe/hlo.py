@@ -139,7 +139,7 @@ class _Walk:
             names = instruction.called("branch_computations", "true_computation", "false_computation")
             # One branch runs; which one is known on the device alone, so the costliest stands for all.
             cost = HloCost()
-            cost.add(max(map(self.computation, names), key=lambda x: (x.flops, x.bytes_accessed)), conditional=True)
+            cost.add(max(map(self.computation, names), key=_weight), conditional=True)
             return cost
         cost = HloCost(flops=product_flops(computation, instruction))
         base = opcode.removesuffix("-start")
@@ -253,6 +253,11 @@ class _Walk:
             if line not in (None, own):
                 return line
         return own
+
+
+def _weight(cost: HloCost) -> tuple[int, int, int]:
+    """What makes a branch costly: products, then what it sends, then what it reads and writes."""
+    return cost.flops, sum(cost.wire_bytes_by_axis().values()), cost.bytes_accessed
 
 
 def _is_scattered(

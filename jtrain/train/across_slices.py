@@ -30,7 +30,7 @@ from jtrain.train.state import SKETCH_STREAM, StatePlan, TrainState, select, str
 SLOW = "data"
 """The mesh axis that the slow network carries."""
 _MEMBERS = "slices"
-_STACKED = ("layers", "experts")
+_STACKED = ("layers", "expert")
 """Logical axes that number matrices."""
 _CODECS: dict[str, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
 
@@ -95,7 +95,7 @@ def total_loss(loss: Loss) -> Loss:
     return jax.tree.map(lambda x: x.sum(0), loss)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
     """Adds gradients over the slices.
 

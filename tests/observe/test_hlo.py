@@ -136,6 +136,15 @@ def test_of_a_conditional_the_costlier_branch_counts():
     assert analyze(text_of(function, (8, 16), (16, 16))).flops == 3 * PRODUCT
 
 
+def test_a_collective_in_a_branch_is_marked(mesh):
+    def function(x):
+        return lax.cond(x[0, 0] > 0, lambda: lax.psum(x, "data"), lambda: x) + lax.psum(x.sum(), "data")
+
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    found = analyze(text_of(mapped, (64, 16)), dict(mesh.shape)).collectives
+    assert Counter({(c.bytes, c.conditional): n for c, n in found.items()}) == {(64 * 16 * 4, True): 1, (4, False): 1}
+
+
 def test_a_scanned_layer_reads_its_own_weights_not_the_stack():
     def function(x, weights):
         return lax.scan(lambda h, w: (h @ w, None), x, weights)[0]

@@ -1,0 +1,236 @@
+"""Slices that compute by themselves, against the plain step and against arithmetic; what crosses between them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jtrain.config.schema import DcnConfig
+from jtrain.models.decoder import Decoder
+from jtrain.models.presets import preset
+from jtrain.observe.hlo import analyze
+from jtrain.parallel.mesh import make_mesh
+from jtrain.tasks.pretrain import pretrain_loss
+from jtrain.train.across_slices import Exchange, gradients_of_slices, stacked, total_loss
+from jtrain.train.gradients import accumulated_gradients
+from jtrain.train.model import functional_model
+from jtrain.train.state import plan_state
+from jtrain.train.step import make_train_step
+from tests.train.tiny import put, tiny_batch, tiny_program, tiny_rows
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "dropout": 0.1}
+MESH = "data=2,slices=2"
+
+
+@functools.cache
+def program(mesh=MESH, devices=2, **dcn):
+    """A decoder of one layer with dropout, two micro-batches, on two slices."""
+    fields = {"optimizer.learning_rate": 1e-2, "schedule.name": "constant", "schedule.warmup_steps": 0}
+    return tiny_program(mesh, devices=devices, shape=SHAPE, gradient_accumulation_steps=2, dcn=dcn, **fields)
+
+
+@functools.cache
+def run(mesh=MESH, devices=2, steps=4, **dcn):
+    """The state and the figures of every step."""
+    built = program(mesh, devices, **dcn)
+    state, figures = built.init(), []
+    for step in range(steps):
+        state, metrics = built.train_step(state, tiny_batch(built, step))
+        figures.append(jax.device_get(metrics))
+    return state, figures
+
+
+def sent(built, rounds=1):
+    """Bytes that a device sends over `data` in a step; those of a branch that is taken once in `rounds` steps, shared."""
+    text = built.train_step.lower(built.plan.abstract, tiny_batch(built)).compile().as_text()
+    found = analyze(text, dict(built.mesh.shape)).collectives
+    return sum(c.wire_bytes * n / (rounds if c.conditional else 1) for c, n in found.items() if "data" in c.axes)
+
+
+def assert_close(tree, other, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), *jax.device_get((tree, other)))
+
+
+# -- gradients of slices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [(MESH, 2), ("data=2,fsdp=2,tensor=2,slices=2", 8)])
+def test_gradients_of_slices_added_in_float32_make_the_plain_step(mesh, devices):
+    built = program(mesh, devices)
+    loss_fn = pretrain_loss()
+    by_slices = make_train_step(
+        built.model,
+        loss_fn,
+        built.tx,
+        built.plan,
+        seed=built.config.seed,
+        max_grad_norm=1.0,
+        gradients=gradients_of_slices(accumulated_gradients(built.model, loss_fn, built.plan), built.plan),
+        exchange=Exchange(built.plan, DcnConfig(), built.model.names),
+    )
+    plain, state = built.init(), built.init()
+    for step in range(3):
+        batch = tiny_batch(built, step)
+        plain, expected = built.train_step(plain, batch)
+        state, metrics = by_slices(state, batch)
+        for name in ("loss", "grad_norm", "tokens", "sums"):
+            assert_close(metrics[name], expected[name], rtol=1e-6)
+    assert_close(state.params, plain.params, rtol=1e-5, atol=1e-6)
+
+
+def test_a_variable_becomes_the_mean_over_the_slices():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones(3))
+            self.mean = nnx.BatchStat(jnp.zeros(3))
+            self.calls = nnx.BatchStat(jnp.int32(0))
+
+    def loss_fn(model, batch, rng):
+        from jtrain import Loss
+
+        model.mean[...] = batch["x"].mean(0)
+        model.calls[...] += 1
+        return Loss((batch["x"] @ model.w[...]).sum(), jnp.float32(batch["x"].shape[0]))
+
+    model = functional_model(Model)
+    plan = plan_state(model, optax_sgd(), make_mesh(MESH, devices=jax.devices()[:2]))
+    gradients = gradients_of_slices(accumulated_gradients(model, loss_fn, plan), plan)
+    x = np.arange(24, dtype=np.float32).reshape(1, 8, 3)
+    params, variables = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+    grads, loss, after = jax.jit(gradients)(params, variables, {"x": jnp.asarray(x)}, jax.random.key(0), jnp.float32(1))
+    np.testing.assert_allclose(after["mean"], x[0].mean(0))
+    assert after["calls"] == 1
+    np.testing.assert_allclose(grads["w"], [x[0, :4].sum(0), x[0, 4:].sum(0)])
+    np.testing.assert_allclose(total_loss(loss).sum, x.sum())
+
+
+def optax_sgd():
+    import optax
+
+    return optax.sgd(1.0)
+
+
+# -- compression ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8", "powersgd"])
+def test_a_compressed_run_goes_where_the_plain_one_goes_and_all_slices_agree(compression):
+    _, plain = run()
+    state, figures = run(compression=compression)
+    # Only the gradient passes through the code: the first loss is the same, to the last bits of its sum.
+    np.testing.assert_allclose(figures[0]["loss"], plain[0]["loss"], rtol=1e-6)
+    assert figures[0]["tokens"] == plain[0]["tokens"]
+    assert figures[0]["grad_norm"] != plain[0]["grad_norm"]
+    np.testing.assert_allclose(figures[-1]["loss"], plain[-1]["loss"], rtol=5e-3)
+    for leaf in jax.tree.leaves(state.params):
+        first, second = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        np.testing.assert_array_equal(first, second)
+
+
+def test_every_device_sends_its_own_shard():
+    _, alone = run(compression="int8")
+    state, figures = run("data=2,fsdp=2,tensor=2,slices=2", 8, compression="int8")
+    assert_close([f["loss"] for f in figures], [f["loss"] for f in alone], rtol=1e-4)
+    error = state.across["error"]["layers"]["attention"]["q_proj"]["kernel"]
+    weight = state.params["layers"]["attention"]["q_proj"]["kernel"]
+    assert error.shape == (2, *weight.shape)
+    assert error.sharding.shard_shape(error.shape) == (1, *weight.sharding.shard_shape(weight.shape))
+
+
+def test_debts_are_kept_without_the_loss_scale():
+    built = program(compression="int8")
+    exchange = built.plan.across.exchange
+    places = jax.tree.map(lambda p: stacked(p, 2), built.plan.abstract.params)
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    stacks = jax.tree.map(lambda p: jax.device_put(jax.random.normal(next(keys), p.shape), p.sharding), places)
+    kept = jax.jit(exchange.begin, static_argnums=0)(0)
+    once = jax.jit(exchange)
+    # Twice, so that the debts of the first time are paid in the second, under another scale.
+    sums, kept1 = once(stacks, kept, jnp.float32(1))
+    sums, kept1 = once(stacks, kept1, jnp.float32(1))
+    scaled, kept2 = once(jax.tree.map(lambda x: 4 * x, stacks), kept, jnp.float32(4))
+    scaled, kept2 = once(jax.tree.map(lambda x: 8 * x, stacks), kept2, jnp.float32(8))
+    assert_close(jax.tree.map(lambda x: x / 8, scaled), sums, rtol=1e-6)  # powers of two: exact
+    assert_close(kept2, kept1, rtol=1e-5, atol=1e-7)
+    assert max(float(jnp.abs(e).max()) for e in jax.tree.leaves(kept1)) > 0
+
+
+def test_without_error_feedback_nothing_is_kept():
+    assert program(compression="int8", error_feedback=False).plan.abstract.across is None
+    assert set(program(compression="powersgd", error_feedback=False).plan.abstract.across) == {"sketch"}
+
+
+def test_vectors_and_frozen_parameters_have_no_sketch():
+    across = program(compression="powersgd", rank=2).plan.abstract.across
+    layers = across["sketch"]["layers"]
+    assert layers["attention_norm"]["scale"] is None and across["error"]["layers"]["attention_norm"]["scale"] is None
+    assert layers["mlp"]["up_proj"]["kernel"].shape == (1, 32, 2)  # one layer, 32 columns, rank 2
+
+
+@pytest.mark.parametrize("dcn", [{"compression": "int8"}, {"local_steps": 2}], ids=["int8", "local"])
+def test_a_number_that_is_not_finite_on_one_slice_skips_the_step_on_all(dcn):
+    built = program(**dcn)
+    state = built.init()
+    state, _ = built.train_step(state, tiny_batch(built))
+    before = jax.device_get(state)
+    rows = tiny_rows(1, built.batch.total)
+    batch = put(built, rows)
+    poisoned = dataclasses.replace(state, params=poison(state.params))
+    if "local_steps" in dcn:  # in the parameters of slice 1 alone
+        own = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.across["params"])
+        poisoned = dataclasses.replace(state, across=state.across | {"params": own})
+    poisoned = jax.device_put(poisoned, built.plan.shardings)
+    after, metrics = built.train_step(poisoned, batch)
+    assert not metrics["finite"] and after.skipped == 1 and after.step == 1
+    for name in ("momentum", "error"):
+        if name in after.across:
+            assert_close(after.across[name], before.across[name], rtol=0)
+    assert_close(after.opt_state, before.opt_state, rtol=0)
+
+
+def poison(params):
+    return jax.tree.map(lambda x: x * jnp.nan, params)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def wide(**dcn):
+    """64 channels: large enough that scales and padding weigh what they weigh in earnest. Compiled, never run."""
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1024}
+    return tiny_program("data=2,slices=2", devices=2, shape=shape, dcn=dcn, **{"optimizer.name": "sgd"})
+
+
+@pytest.mark.parametrize(("compression", "least"), [("bf16", 1.99), ("int8", 3.9)])
+def test_a_code_saves_what_it_says_in_the_compiled_step(compression, least):
+    assert sent(wide()) >= least * sent(wide(compression=compression))
+
+
+def test_local_steps_of_50_save_45_times():
+    built = wide(local_steps=50)
+    assert sent(wide()) >= 45 * sent(built, rounds=50)
+    # In an update that ends no round: the loss and its count, the accuracy and its, the tokens, the mean norm.
+    assert sent(built, rounds=10**9) < 64
+
+
+@pytest.mark.parametrize(("compression", "least"), [("none", 1.0), ("int8", 3.9), ("powersgd", 100)])
+def test_bytes_of_a_llama_of_one_billion(compression, least):
+    """The exchange alone, compiled on the shapes of a whole model; on two slices of two devices."""
+    mesh = make_mesh("data=2,fsdp=2,slices=2", devices=jax.devices()[:4])
+    model = functional_model(lambda rngs: Decoder(preset("llama3.2-1b"), rngs))
+    plan = plan_state(model, optax_sgd(), mesh)
+    exchange = Exchange(plan, DcnConfig(compression=compression, rank=4), model.names)
+    stacks = jax.tree.map(lambda p: stacked(p, 2), plan.abstract.params)
+    places = (plan.gradients, jax.tree.map(lambda x: x.sharding, exchange.abstract()))
+    compiled = jax.jit(exchange, out_shardings=places).lower(stacks, exchange.abstract()).compile()
+    found = analyze(compiled.as_text(), dict(mesh.shape)).collectives
+    taken = sum(c.wire_bytes * n for c, n in found.items() if "data" in c.axes)
+    # An all-reduce over two slices sends each device's half of the model once: 2 (S-1)/S = 1.
+    plain = sum(4 * np.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(plan.abstract.params))
+    assert plain > 4 * 1.2e9 / 2
+    assert plain >= least * taken * (1 - 1e-6)

@@ -17,8 +17,6 @@ from jtrain.errors import ConfigError
 
 AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
 """Mesh axes, outermost first."""
-
-BUILT_AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 """Axes that divide the rows of a batch."""
 
@@ -186,10 +184,6 @@ def _mesh_numbers(mesh: MeshConfig) -> None:
     for axis, size in sizes.items():
         if size == 0 or size < -1:
             raise ConfigError(f"mesh.{axis}: {size} is not a size", "Write a number above 0, or -1: what is left.")
-        if axis not in BUILT_AXES and size != 1:
-            raise ConfigError(
-                f"mesh.{axis}: {size} is not built yet", f"Write mesh.{axis}: 1 and use {', '.join(BUILT_AXES)}."
-            )
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         remedy = f"Only one axis takes what is left: give {' or '.join(free)} a number."
@@ -473,9 +467,10 @@ def _hardware(config: Config) -> None:
     for field in ("offload_optimizer", "offload_parameters"):
         if getattr(config.sharding, field) and accelerator == "cpu":
             raise ConfigError(f"sharding.{field}: true on cpu, which has one memory", "Leave it out.")
-    needs = {"splash": "tpu", "cudnn": "gpu"}.get(config.model.attention, accelerator)
-    if accelerator not in ("auto", needs):
-        raise ConfigError(
-            f"model.attention: {config.model.attention} on {accelerator}: it runs on {needs}",
-            "Write model.attention: auto.",
-        )
+    for field, kinds in (("attention", {"splash": "tpu", "cudnn": "gpu"}), ("expert_kernel", {"megablox": "tpu"})):
+        kernel = getattr(config.model, field)
+        needs = kinds.get(kernel, accelerator)
+        if accelerator not in ("auto", needs):
+            raise ConfigError(
+                f"model.{field}: {kernel} on {accelerator}: it runs on {needs}", f"Write model.{field}: auto."
+            )

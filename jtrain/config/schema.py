@@ -137,6 +137,32 @@ class ModelConfig(Section):
     """Rate of dropout on the embedding and on both residual branches."""
     initializer_range: Annotated[float, Field(gt=0)] | None = None
     """Standard deviation of the initial weights."""
+    num_experts: NotNegative | None = None
+    """Routed experts E of a layer; 0: a dense feed-forward."""
+    num_experts_per_tok: Positive | None = None
+    """Experts that a token goes through, beside the shared ones."""
+    moe_intermediate_size: Positive | None = None
+    """Width of an expert; by default intermediate_size."""
+    n_shared_experts: NotNegative | None = None
+    """Experts that every token goes through: one feed-forward of this many times the width of an expert."""
+    scoring_func: Literal["softmax", "sigmoid"] | None = None
+    """How router logits become scores: over all experts, or each by itself."""
+    norm_topk_prob: bool | None = None
+    """Whether the scores of a token's experts are divided by their sum."""
+    routed_scaling_factor: Annotated[float, Field(gt=0)] | None = None
+    """What the sum of the routed experts is multiplied by."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balancing loss of every layer."""
+    router_z_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the router z-loss of every layer, which keeps the router's logits small."""
+    router_bias_update_rate: Annotated[float, Field(ge=0)] | None = None
+    """Step of the bias that balances without a loss (DeepSeek-V3: 0.001); 0: there is none."""
+    first_k_dense_replace: NotNegative | None = None
+    """Leading layers with a dense feed-forward of intermediate_size."""
+    expert_capacity_factor: Annotated[float, Field(ge=0)] | None = None
+    """Tokens of a row that an expert takes, relative to an even share (others are dropped); 0: all of them."""
+    expert_kernel: Literal["auto", "ragged_dot", "megablox"] = "auto"
+    """Kernel of dropless experts; auto chooses by platform and shape and logs its choice."""
 
 
 def split_sources(sources: list[Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -213,6 +239,18 @@ class MeshConfig(Section):
     """Experts are divided."""
     slices: Positive = 1
     """TPU slices or GPU islands; the slow network between them carries `data` (or, where it fits, `fsdp`)."""
+
+
+class PipelineConfig(Section):
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
+    """Order of work. auto: interleaved with virtual stages, else 1f1b (gpipe where it holds as little: M <= stages)."""
+    microbatches: Literal["auto"] | Positive = "auto"
+    """Micro-batches M that each accumulation micro-batch is split into. auto: the fewest that are at least 4 x stages
+    and divide the rows of a data-parallel rank (one row each where there are fewer)."""
+    virtual_stages: Positive = 1
+    """Chunks of layers V on each stage: the bubble is (S - 1) / (M V + S - 1)."""
+    residuals: Literal["recompute", "save"] = "recompute"
+    """recompute: keeps a chunk's input and computes its forward again; save: keeps what `model.remat` keeps."""
 
 
 class ContextConfig(Section):
@@ -397,6 +435,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     context: ContextConfig = ContextConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     sharding: ShardingConfig = ShardingConfig()
     dcn: DcnConfig = DcnConfig()
     loss: LossConfig = LossConfig()

@@ -19,6 +19,7 @@ from jtrain.models.config import DecoderConfig
 from jtrain.models.presets import preset
 from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.context import context_method
+from jtrain.ops.grouped_matmul import chosen_expert_kernel
 from jtrain.parallel.sharding import RULES
 
 _CHECKED_ROWS = 16
@@ -32,7 +33,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
 
     Raises:
       ConfigError: an unknown preset, a row longer than the model takes, a sharding rule for no dimension of it, heads
-        that `mesh.tensor` does not divide.
+        that `mesh.tensor` does not divide, experts that `mesh.expert` does not divide.
       DataError: a tokenizer with more tokens than the model's vocabulary.
     """
     section = config.model
@@ -61,6 +62,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
             )
     if config.mesh.tensor > 1:
         check_tensor(shape, config.mesh.tensor)
+    check_experts(shape, config.mesh.expert, config.mesh.context)
     return shape
 
 
@@ -92,12 +94,14 @@ def check_tensor(shape: DecoderConfig, tensor: int) -> None:
     Raises:
       ConfigError: it does not; the message names the nearest values that would.
     """
-    for field, size in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("intermediate_size", shape.intermediate_size),
-    ):
+    sizes = {"num_attention_heads": shape.num_attention_heads}
+    if shape.num_dense_layers:
+        sizes["intermediate_size"] = shape.intermediate_size
+    if shape.num_experts:
+        sizes["moe_intermediate_size"] = shape.expert_size
+    for field, size in sizes.items():
         if size % tensor:
-            common = math.gcd(shape.num_attention_heads, shape.intermediate_size)
+            common = math.gcd(*sizes.values())
             legal = [n for n in range(1, common + 1) if common % n == 0]
             nearest = min(legal, key=lambda n: (abs(n - tensor), n))
             raise ConfigError(
@@ -105,6 +109,61 @@ def check_tensor(shape: DecoderConfig, tensor: int) -> None:
                 f"write mesh.tensor: {nearest} (it may be {', '.join(map(str, legal[:8]))}), "
                 f"or model.{field}: {-(-size // tensor) * tensor}",
             )
+
+
+def check_experts(shape: DecoderConfig, expert: int, context: int) -> None:
+    """Sees that `mesh.expert` has experts to divide, and that a row's tokens are together where they share a capacity.
+
+    Args:
+      shape: the decoder.
+      expert: size of that mesh axis; -1 where it is not known yet.
+      context: the same.
+
+    Raises:
+      ConfigError: it is not so; the message names the nearest values that would.
+    """
+    experts = shape.num_experts
+    if expert > 1 and not experts:
+        raise ConfigError(
+            f"mesh.expert={expert}, and the model has no experts: every device of the axis would hold all of it",
+            "write mesh.data or mesh.fsdp in place of mesh.expert, or give the model experts (model.num_experts)",
+        )
+    if expert > 1 and experts % expert:
+        legal = [n for n in range(1, experts + 1) if experts % n == 0]
+        near = min(legal, key=lambda n: (abs(n - expert), n))
+        raise ConfigError(
+            f"model.num_experts={experts} is not divisible by mesh.expert={expert}: "
+            f"{experts} / {expert} = {experts / expert:.4g} experts a device",
+            f"write mesh.expert: {near} (it may be {', '.join(map(str, legal[:8]))}), "
+            f"or model.num_experts: {-(-experts // expert) * expert}",
+        )
+    if context > 1 and shape.expert_capacity_factor:
+        raise ConfigError(
+            f"model.expert_capacity_factor={shape.expert_capacity_factor:g} with mesh.context={context}: the tokens of "
+            "a row share a capacity, and they lie on several devices",
+            "write model.expert_capacity_factor: 0 (no token is dropped), or mesh.context: 1",
+        )
+
+
+def experts_name(shape: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> str | None:
+    """How the experts run on this mesh, for the log; None where there are none.
+
+    Raises:
+      ConfigError: a kernel that can't run here.
+    """
+    if not shape.num_experts:
+        return None
+    platform = mesh.devices.flat[0].platform
+    sizes = shape.hidden_size, shape.expert_size // mesh.shape["tensor"]
+    kernel = chosen_expert_kernel(shape.expert_kernel, platform=platform, sizes=sizes, dtype=dtype)
+    ways, factor = mesh.shape["expert"], shape.expert_capacity_factor
+    if factor:
+        text = f"batched products, capacity {factor:g}"
+        exchange = "all-to-all"
+    else:
+        text = f"{kernel}, dropless"
+        exchange = "ragged all-to-all" if platform in ("tpu", "gpu") else "all-to-all of worst-case buffers"
+    return text if ways == 1 else f"{text}, {exchange} over expert={ways}"
 
 
 def attention_name(config: Config, shape: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> str:

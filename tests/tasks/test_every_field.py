@@ -66,6 +66,17 @@ COMPUTED = {
     "model.mlp_bias": True,
     "model.dropout": 0.1,
     "model.initializer_range": 0.01,
+    "model.num_experts": 4,
+    "model.num_experts_per_tok": 3,
+    "model.moe_intermediate_size": 8,
+    "model.n_shared_experts": 1,
+    "model.norm_topk_prob": False,
+    "model.routed_scaling_factor": 2.5,
+    "model.router_aux_loss_coef": 0.01,
+    "model.router_z_loss_coef": 0.001,
+    "model.router_bias_update_rate": 0.001,
+    "model.first_k_dense_replace": 1,
+    "model.expert_capacity_factor": 1.0,
     "data.text_field": "body",
     "data.tokenizer": BPE,
     "data.append_eos": False,
@@ -76,6 +87,7 @@ COMPUTED = {
     "mesh.fsdp": 4,
     "mesh.context": 2,
     "mesh.tensor": 1,
+    "mesh.expert": 2,
     "sharding.rules": {"mlp": ("fsdp",)},
     "sharding.optimizer_axes": ("data",),
     "sharding.gradient_axes": ("data",),
@@ -107,7 +119,16 @@ COMPUTED = {
 }
 """Field -> a value with which another program is traced, or other rows, places or times are planned."""
 
+EXPERTS = {"model.num_experts": 4, "model.num_hidden_layers": 2}
+OF_EXPERTS = (
+    "model.num_experts_per_tok", "model.moe_intermediate_size", "model.n_shared_experts", "model.scoring_func",
+    "model.norm_topk_prob", "model.routed_scaling_factor", "model.router_aux_loss_coef", "model.router_z_loss_coef",
+    "model.router_bias_update_rate", "model.first_k_dense_replace", "model.expert_capacity_factor",
+)  # fmt: skip
+
 BESIDE = {
+    **dict.fromkeys(OF_EXPERTS, EXPERTS),
+    "mesh.expert": {"mesh.data": 1, **EXPERTS},
     "num_train_epochs": {"max_steps": None},
     "per_device_batch_size": {"global_batch_size": None},
     "devices": {"mesh.data": 1},
@@ -129,7 +150,8 @@ BESIDE = {
 }
 """What else is set to make the value legal, or to make it count."""
 
-COMPARED = {name: BESIDE[name] for name in BESIDE if name == "schedule.decay_steps" or name.startswith("dcn.")}
+_CONDITIONAL = ("schedule.decay_steps", *OF_EXPERTS)
+COMPARED = {name: BESIDE[name] for name in BESIDE if name in _CONDITIONAL or name.startswith("dcn.")}
 """Fields that count beside another choice only: what the value is compared with."""
 
 COMPUTED_CHOICES = {
@@ -139,6 +161,7 @@ COMPUTED_CHOICES = {
     "model.remat": 9,
     "model.norm": 2,
     "model.activation": 3,
+    "model.scoring_func": 2,
     "data.packing": 3,
     "context.method": 2,  # auto is ulysses here
     "context.layout": 2,
@@ -159,6 +182,7 @@ SEEN = {
     "distributed.bind_address": "tests/parallel/test_processes.py::"
     "test_the_coordinator_listens_where_it_is_told_and_never_on_all_interfaces",
     "model.attention": "tests/ops/test_attention.py::test_the_kernel_follows_platform_shape_and_type",
+    "model.expert_kernel": "tests/ops/test_grouped_matmul.py::test_the_kernel_follows_platform_shape_and_type",
     "model.max_position_embeddings": "tests/tasks/test_pretrain.py::"
     "test_a_shape_that_does_not_fit_is_refused_with_what_to_change",
     "data.train": "tests/tasks/test_pretrain.py::test_texts_in_memory_and_in_a_file_give_the_same_rows",
@@ -169,7 +193,6 @@ SEEN = {
     "data.num_workers": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
     "data.prefetch": "tests/train/test_trainer.py::test_batches_are_read_ahead_on_another_thread_where_that_is_wanted",
     "mesh.pipeline": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
-    "mesh.expert": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
     "mesh.slices": "tests/parallel/test_mesh.py::test_slices_keep_every_axis_but_data_inside_a_slice",
     "sharding.offload_optimizer": "tests/train/test_offload.py::"
     "test_optimizer_state_then_parameters_move_from_the_device_to_the_host",
@@ -231,8 +254,8 @@ def compared_with(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     plain = print_of(folder, {})
     assert print_of(folder, {}) == plain  # equal runs have equal prints
-    others = {path: print_of(folder, changes) for path, changes in COMPARED.items()}
-    return lambda path: others.get(path, plain)
+    prints = {str(changes): print_of(folder, changes) for changes in {str(c): c for c in COMPARED.values()}.values()}
+    return lambda path: prints[str(COMPARED[path])] if path in COMPARED else plain
 
 
 def test_the_table_is_the_schema():

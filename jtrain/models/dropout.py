@@ -51,11 +51,11 @@ def _in_order(key: jax.Array, p: jax.Array, shape: tuple[int, int]) -> jax.Array
     if str(jax.random.key_impl(key)) != "threefry2x32" or width >= 2**16:
         return jax.random.bernoulli(key, p, shape)[token]
     words = jax.random.key_data(key)
-    first, second = threefry2x32_p.bind(words[0], words[1], *_flat_index(token, width))
+    first, second = threefry2x32_p.bind(words[0], words[1], *flat_index(token, width))
     return ((first ^ second) >> 9).astype(jnp.float32) * jnp.float32(2.0**-23) < p
 
 
-def _flat_index(token_L: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+def flat_index(token_L: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """token * width + column as two 32-bit words, high and low, [L, width]; width is below 2^16."""
     token, column = token_L.astype(jnp.uint32)[:, None], jnp.arange(width, dtype=jnp.uint32)[None]
     low, high = (token & 0xFFFF) * width, (token >> 16) * width  # products of 16-bit halves

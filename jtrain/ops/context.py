@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -20,7 +19,7 @@ from typing import Literal, NamedTuple
 from jax.sharding import PartitionSpec
 
 from jtrain.errors import ConfigError
-from jtrain.ops.logical import current_mesh, logical_spec, mesh_axis_size
+from jtrain.ops.logical import logical_spec, mesh_axis_size, ways
 from jtrain.ops.region import Region, axes_of, free_region
 
 Method = Literal["ring", "ulysses"]
@@ -58,15 +57,9 @@ def current_options() -> ContextOptions:
     return _options.get()
 
 
-def context_axes(length: int) -> tuple[str, ...]:
-    """The mesh axes that rows of `length` tokens are cut over; none where they do not divide it."""
-    return axes_of(logical_spec((length,), "sequence")[0])
-
-
 def context_ways(length: int) -> int:
-    """How many devices hold a row of `length` tokens together."""
-    mesh = current_mesh()
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in context_axes(length))
+    """How many devices hold a row of `length` tokens together; 1 where they do not divide it."""
+    return ways(length, "sequence")
 
 
 def context_method(
@@ -130,14 +123,14 @@ def balanced_ways(kernel: Literal["auto", "xla", "splash", "cudnn"], *, length: 
       heads: query heads.
       kv_heads: key-value heads (repeated ones count).
     """
-    options, ways = current_options(), context_ways(length)
-    if ways == 1 or options.layout != "zigzag":
+    options, context = current_options(), context_ways(length)
+    if context == 1 or options.layout != "zigzag":
         return 1
     tensor = mesh_axis_size("heads")
     method = context_method(
-        options.method, kernel, length=length, heads=heads, kv_heads=kv_heads, context=ways, tensor=tensor
+        options.method, kernel, length=length, heads=heads, kv_heads=kv_heads, context=context, tensor=tensor
     )
-    return ways if method == "ring" else 1
+    return context if method == "ring" else 1
 
 
 class Places(NamedTuple):

@@ -64,11 +64,13 @@ def local_splash_attention(
     causal: bool,
     window: int | None,
     scale: float,
+    interpret: bool = False,
 ) -> jax.Array:
     """The kernel on arrays that one device holds, inside a manual region."""
     if segment_ids is None:
         segment_ids = jnp.ones(q_BLHDh.shape[:2], jnp.int32)
-    return _local(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids, causal=causal, window=window, scale=scale)
+    mask = {"causal": causal, "window": window, "scale": scale}
+    return _local(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids, **mask, interpret=interpret)
 
 
 def _local(

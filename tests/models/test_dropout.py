@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.models.dropout import dropout, dropout_keys
+from jtrain.models.dropout import dropout, dropout_keys, flat_index
+from jtrain.ops.zigzag import token_index, zigzag_order
 
 RNG = jax.random.key(0)
 ROWS = jnp.asarray([5, 0, 9])
@@ -31,3 +32,22 @@ def test_a_mask_follows_its_row_and_keeps_the_mean():
 def test_bfloat16_is_scaled_in_float32():
     y = dropout(jnp.full((1, 8, 8), 3.0, jnp.bfloat16), 0.1, dropout_keys(RNG, 1, ROWS[:1])[0])
     assert y.dtype == jnp.bfloat16 and float(y.max()) == float(jnp.bfloat16(3.0 / 0.9))
+
+
+def test_in_zigzag_order_a_token_keeps_its_mask():
+    keys = dropout_keys(RNG, 1, ROWS)[0]
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (3, 24, 5)), jnp.float32)
+    plain = dropout(x, 0.4, keys)
+    with zigzag_order(3):
+        index = token_index(24)
+        np.testing.assert_array_equal(dropout(x[:, index], 0.4, keys), plain[:, index])
+        other = jax.random.split(jax.random.key(0, impl="rbg"), 1)  # bits of another generator are permuted
+        permuted = dropout(x[:1, index], 0.4, other)
+    np.testing.assert_array_equal(permuted, dropout(x[:1], 0.4, other)[:, index])
+
+
+def test_the_index_of_an_element_of_a_long_row_has_64_bits():
+    token = np.array([0, 1, 65_535, 65_536, 2**20 - 1, 2**31 - 1])
+    for width in (1, 7, 16_384, 65_535):
+        high, low = (np.asarray(word).astype(np.uint64) for word in flat_index(jnp.asarray(token, jnp.int32), width))
+        np.testing.assert_array_equal((high << np.uint64(32)) | low, token[:, None] * width + np.arange(width))

@@ -66,7 +66,7 @@ def pipeline_rules(rules: Rules, chunks: int) -> Rules:
     With several chunks a stage, the layers of a stage do not stand together; parameters of the stack are then cut along
     `embed` and turned round in the step (`jtrain.parallel.pipeline.layout`). A row that a user wrote stays.
     """
-    changed = {"vocab": ("pipeline", "tensor")}
+    changed: Rules = {"vocab": ("pipeline", "tensor")}
     changed |= {"layers": ("pipeline",)} if chunks == 1 else {"embed": ("fsdp", "pipeline")}
     return {**rules, **{name: axes for name, axes in changed.items() if rules[name] == RULES[name]}}
 
@@ -98,6 +98,9 @@ def parameter_spec(shape: Sequence[int], names: LogicalNames, mesh: Mesh, rules:
         movable = [i for i, name in enumerate(names) if name != "layers"]  # the scan runs over `layers`: keep it whole
     for axis in homeless:
         _place(axis, placed, shape, movable, mesh)
+    for axes in placed:
+        if "pipeline" in axes:  # inside of the pipeline's manual region the automatic axes must come last
+            axes.sort(key=AXES.index)
     return PartitionSpec(*[tuple(axes) or None for axes in placed])
 
 

@@ -21,7 +21,9 @@ from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
 from jtrain.ops.context import ContextOptions
 from jtrain.parallel.mesh import data_ranks, make_mesh
-from jtrain.parallel.sharding import Rules, make_rules
+from jtrain.parallel.pipeline.layout import auto_microbatches
+from jtrain.parallel.pipeline.schedule import choose_schedule
+from jtrain.parallel.sharding import Rules, make_rules, pipeline_rules
 from jtrain.parallel.xla import compiler_options
 from jtrain.train.across_slices import AcrossSlices, Exchange, gradients_of_slices
 from jtrain.train.gradients import accumulated_gradients
@@ -29,6 +31,7 @@ from jtrain.train.local_steps import make_local_step
 from jtrain.train.loss import LossFn
 from jtrain.train.model import FunctionalModel, ModelFactory, functional_model
 from jtrain.train.optimizers import make_optimizer, trainable_mask
+from jtrain.train.pipelined import Pipeline, pipelined_gradients, pipelined_loss
 from jtrain.train.precision import Precision, precision_policy
 from jtrain.train.schedules import Schedule, make_schedule
 from jtrain.train.state import StatePlan, TrainState, init_state, plan_state, select
@@ -138,6 +141,9 @@ def build_program(
     if config.sharding.offload_optimizer or config.sharding.offload_parameters:
         _check_offload(device)
     rules = make_rules(config.sharding.rules)
+    pipeline = pipeline_of(config, mesh, batch)
+    if pipeline is not None:
+        rules = pipeline_rules(rules, pipeline.chunks)
     trainable = trainable_mask(split.params, config.optimizer.freeze)
     schedule: Schedule | None = None
     if optimizer is None:
@@ -193,12 +199,48 @@ def build_program(
     else:
         if slices_by_themselves(config):
             keywords["gradients"] = gradients_of_slices(accumulated_gradients(split, loss_fn, plan), plan)
+        if pipeline is not None:
+            keywords["gradients"] = pipelined_gradients(split, loss_fn, plan, pipeline)
         train_step = make_train_step(split, loss_fn, optimizer, plan, step_hook=step_hook, **keywords)
-    eval_step = make_eval_step(split, loss_fn, plan, compiler_options=options)
+    batch_loss = None if pipeline is None else pipelined_loss(split, loss_fn, plan, pipeline)
+    eval_step = make_eval_step(split, loss_fn, plan, batch_loss=batch_loss, compiler_options=options)
     return Program(
         config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,
         plan.batch_sharding,
     )  # fmt: skip
+
+
+def pipeline_of(config: Config, mesh: Mesh, batch: BatchShape) -> Pipeline | None:
+    """How the step is pipelined; None on a mesh without stages.
+
+    Raises:
+      ConfigError: micro-batches that do not divide the rows, a schedule that does not fit its virtual stages.
+    """
+    stages, section = mesh.shape["pipeline"], config.pipeline
+    if stages == 1:
+        return None
+    rows = batch.rows // data_ranks(mesh)
+    count = auto_microbatches(rows, stages) if section.microbatches == "auto" else section.microbatches
+    if rows % count:
+        legal = [n for n in range(1, rows + 1) if rows % n == 0]
+        nearest = min(legal, key=lambda n: (abs(n - count), n))
+        raise ConfigError(
+            f"pipeline.microbatches={count} does not divide the {rows} rows that a data-parallel rank has of each of "
+            f"the {batch.accumulation} micro-batches (global_batch_size={batch.total})",
+            f"write pipeline.microbatches: {nearest} (it may be {', '.join(map(str, legal[:12]))}), or auto",
+        )
+    chunks = section.virtual_stages
+    name: str = section.schedule
+    if name == "auto":
+        name = choose_schedule(stages, count * batch.accumulation, chunks)
+    if name != "gpipe" and (name == "interleaved") != (chunks > 1):
+        raise ConfigError(
+            f"pipeline.schedule={name!r} with pipeline.virtual_stages={chunks}",
+            "write virtual_stages: 2 (or more), or schedule: 1f1b"
+            if chunks == 1
+            else "write schedule: interleaved, or virtual_stages: 1",
+        )
+    return Pipeline(name, stages, count, chunks, recompute=section.residuals == "recompute")
 
 
 def _options(config: Config, mesh: Mesh) -> dict[str, Any]:

@@ -75,8 +75,6 @@ def test_one_axis_takes_what_is_left():
         ({"mesh": "fsdp=-1"}, ["data=-1 and fsdp=-1", "give data or fsdp a number"]),
         ({"mesh": "fsdp=0"}, ["mesh.fsdp: 0"]),
         ({"mesh": "fsdp=-2"}, ["mesh.fsdp: -2"]),
-        ({"mesh": "pipeline=2"}, ["mesh.pipeline: 2 is not built yet"]),
-        ({"mesh": "expert=2"}, ["mesh.expert: 2 is not built yet"]),
         ({"mesh": "data=1,fsdp=3", "devices": 8}, ["data 1 x fsdp 3 = 3 is not 8 devices", "fsdp=4", "devices: 3"]),
         ({"mesh": "tensor=3", "devices": 8}, ["tensor 3 = 3 does not divide 8 devices", "data=2,tensor=4"]),
         ({"mesh": "data=1,fsdp=8,slices=3", "devices": 8}, ["mesh.slices: 3"]),

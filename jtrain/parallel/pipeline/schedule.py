@@ -17,6 +17,7 @@ the whole model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -177,12 +178,14 @@ def _phases(forward: Work, backward: Work | None) -> tuple[tuple[int, int, bool,
     ticks = forward.on.shape[0]
 
     def stretch(work: Work | None) -> tuple[int, int]:
-        busy = np.flatnonzero(work.on.any(axis=1)) if work is not None else []
-        return (int(busy[0]), int(busy[-1]) + 1) if len(busy) else (ticks, ticks)
+        if work is None:
+            return ticks, ticks
+        busy = np.flatnonzero(work.on.any(axis=1))
+        return int(busy[0]), int(busy[-1]) + 1
 
     (f0, f1), (b0, b1) = stretch(forward), stretch(backward)
     edges = sorted({0, f0, f1, b0, b1, ticks})
-    cuts = [(a, b, f0 <= a < f1, b0 <= a < b1) for a, b in zip(edges, edges[1:], strict=False)]
+    cuts = [(a, b, f0 <= a < f1, b0 <= a < b1) for a, b in itertools.pairwise(edges)]
     return tuple(cut for cut in cuts if cut[2] or cut[3])
 
 

@@ -45,7 +45,7 @@ def run(mesh=MESH, devices=2, steps=4, **dcn):
 
 
 def sent(built, rounds=1):
-    """Bytes that a device sends over `data` in a step; those of a branch that is taken once in `rounds` steps, shared."""
+    """Bytes that a device sends over `data` in a step; of a branch that one step in `rounds` takes, its share."""
     text = built.train_step.lower(built.plan.abstract, tiny_batch(built)).compile().as_text()
     found = analyze(text, dict(built.mesh.shape)).collectives
     return sum(c.wire_bytes * n / (rounds if c.conditional else 1) for c, n in found.items() if "data" in c.axes)
@@ -117,7 +117,7 @@ def optax_sgd():
 # -- compression ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8", "powersgd"])
+@pytest.mark.parametrize("compression", ["int8", "powersgd"])
 def test_a_compressed_run_goes_where_the_plain_one_goes_and_all_slices_agree(compression):
     _, plain = run()
     state, figures = run(compression=compression)
@@ -206,14 +206,21 @@ def wide(**dcn):
     return tiny_program("data=2,slices=2", devices=2, shape=shape, dcn=dcn, **{"optimizer.name": "sgd"})
 
 
+def plain_bytes(params, slices=2):
+    """What a device sends at least to add float32 gradients: a ring sends 2 (S-1)/S of its shard."""
+    shard = sum(np.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(params))
+    return 4 * shard * 2 * (slices - 1) / slices
+
+
 @pytest.mark.parametrize(("compression", "least"), [("bf16", 1.99), ("int8", 3.9)])
 def test_a_code_saves_what_it_says_in_the_compiled_step(compression, least):
-    assert sent(wide()) >= least * sent(wide(compression=compression))
+    built = wide(compression=compression)
+    assert plain_bytes(built.plan.abstract.params) >= least * sent(built)
 
 
 def test_local_steps_of_50_save_45_times():
     built = wide(local_steps=50)
-    assert sent(wide()) >= 45 * sent(built, rounds=50)
+    assert plain_bytes(built.plan.abstract.params) >= 45 * sent(built, rounds=50)
     # In an update that ends no round: the loss and its count, the accuracy and its, the tokens, the mean norm.
     assert sent(built, rounds=10**9) < 64
 
@@ -230,7 +237,6 @@ def test_bytes_of_a_llama_of_one_billion(compression, least):
     compiled = jax.jit(exchange, out_shardings=places).lower(stacks, exchange.abstract()).compile()
     found = analyze(compiled.as_text(), dict(mesh.shape)).collectives
     taken = sum(c.wire_bytes * n for c, n in found.items() if "data" in c.axes)
-    # An all-reduce over two slices sends each device's half of the model once: 2 (S-1)/S = 1.
-    plain = sum(4 * np.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(plan.abstract.params))
-    assert plain > 4 * 1.2e9 / 2
+    plain = plain_bytes(plan.abstract.params)
+    assert plain > 4 * 1.2e9 / 2  # half of the model a device
     assert plain >= least * taken * (1 - 1e-6)

@@ -161,7 +161,7 @@ class ModelConfig(Section):
     """Leading layers with a dense feed-forward of intermediate_size."""
     expert_capacity_factor: Annotated[float, Field(ge=0)] | None = None
     """Tokens of a row that an expert takes, relative to an even share (others are dropped); 0: all of them."""
-    expert_kernel: Literal["auto", "ragged_dot", "megablox"] = "auto"
+    expert_kernel: Literal["auto", "blocks", "ragged_dot", "megablox"] = "auto"
     """Kernel of dropless experts; auto chooses by platform and shape and logs its choice."""
 
 
@@ -428,6 +428,11 @@ class Config(Section):
     """Kind of device; auto takes the fastest that is there."""
     devices: Literal["auto"] | Positive = "auto"
     """Devices of the whole run; n processes hold devices / n each. On cpu that many are made."""
+    overlap: Literal["auto", "off"] = "auto"
+    """Collectives that run while something is computed. auto: compiler options for GPU and TPU (asynchronous and
+    pipelined collectives, collective matmul; `jtrain/parallel/xla.py` lists them); off: the compiler's own."""
+    xla_options: dict[str, bool | int | float | str] = {}
+    """Further compiler options, over ours, e.g. `{xla_gpu_autotune_level: 0}`."""
     compile_cache: str = "auto"
     """Folder of compiled programs (private: it holds native code); auto: a per-user folder; empty: none."""
     distributed: DistributedConfig = DistributedConfig()

@@ -15,7 +15,7 @@ Remat = Literal[
 ]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Scoring = Literal["softmax", "sigmoid"]
-ExpertKernel = Literal["auto", "ragged_dot", "megablox"]
+ExpertKernel = Literal["auto", "blocks", "ragged_dot", "megablox"]
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,21 +22,26 @@ def operands(rows, inner, outer, dtype=np.float64):
     return rng.normal(size=(rows, inner)).astype(dtype), rng.normal(size=(4, inner, outer)).astype(dtype)
 
 
-def test_rows_meet_the_kernel_of_their_group_and_rows_after_the_last_are_zero():
+@pytest.mark.parametrize("kernel", ["blocks", "ragged_dot"])
+def test_rows_meet_the_kernel_of_their_group_and_rows_after_the_last_are_zero(kernel):
     with jax.enable_x64(True):
         x, kernels = operands(12, 6, 5)
-        y = jax.jit(grouped_matmul)(x, kernels, SIZES)
+        y = jax.jit(functools.partial(grouped_matmul, kernel=kernel))(x, kernels, SIZES)
         np.testing.assert_allclose(y, by_rows(x, kernels, SIZES), rtol=1e-13, atol=1e-13)
         assert (np.asarray(y)[10:] == 0).all()
 
 
-def test_gradients_are_those_of_the_rows_and_nothing_comes_from_rows_after_the_last():
+@pytest.mark.parametrize("kernel", ["blocks", "ragged_dot"])
+def test_gradients_are_those_of_the_rows_and_nothing_comes_from_rows_after_the_last(kernel):
     with jax.enable_x64(True):
         x, kernels = operands(12, 6, 5)
         x[10:] = np.nan
         ct = np.random.default_rng(1).normal(size=(12, 5))
-        # What a caller gives back for rows that are none may be anything but what is not a number.
-        gx, gk = jax.jit(jax.grad(lambda x, k: (grouped_matmul(x, k, SIZES) * ct).sum(), argnums=(0, 1)))(x, kernels)
+
+        def loss(x, kernels):
+            return (grouped_matmul(x, kernels, SIZES, kernel=kernel) * ct).sum()
+
+        gx, gk = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernels)
         group = np.repeat(np.arange(4), SIZES)
         expected = np.zeros_like(kernels)
         for n, g in enumerate(group):
@@ -42,6 +49,38 @@ def test_gradients_are_those_of_the_rows_and_nothing_comes_from_rows_after_the_l
             np.testing.assert_allclose(gx[n], kernels[g] @ ct[n], rtol=1e-12)
         np.testing.assert_allclose(gk, expected, rtol=1e-12, atol=1e-13)
         assert (np.asarray(gx)[10:] == 0).all()
+
+
+def test_blocks_agree_with_ragged_dot_where_groups_are_longer_and_shorter_than_a_block():
+    with jax.enable_x64(True):
+        sizes = np.array([70, 0, 1, 129], np.int32)  # of 220 rows: blocks of 64
+        x, kernels = operands(220, 6, 5)
+
+        def run(kernel):
+            def loss(x, kernels):
+                return (grouped_matmul(x, kernels, sizes, kernel=kernel) ** 2).sum()
+
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernels)
+
+        for found, expected in zip(jax.tree.leaves(run("blocks")), jax.tree.leaves(run("ragged_dot")), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_blocks_keep_no_row_once_a_group():
+    # XLA:CPU's ragged_dot holds every row once a group; a loop over blocks holds them once.
+    x, kernels = jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((16, 64, 64), jnp.float32)
+
+    def temporary(kernel):
+        def loss(x, kernels, sizes):
+            return (grouped_matmul(x, kernels, sizes, kernel=kernel) ** 2).sum()
+
+        sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, kernels, sizes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    rows = 4096 * 64 * 4
+    assert temporary("blocks") < 8 * rows
+    assert temporary("ragged_dot") > 16 * rows
 
 
 def test_megablox_agrees_with_ragged_dot_forward_and_backward():
@@ -65,8 +104,8 @@ def test_megablox_agrees_with_ragged_dot_forward_and_backward():
 @pytest.mark.parametrize(
     ("asked", "platform", "sizes", "dtype", "chosen"),
     [
-        ("auto", "cpu", (128, 256), "float32", "ragged_dot"),
-        ("auto", "gpu", (128, 256), "bfloat16", "ragged_dot"),
+        ("auto", "cpu", (128, 256), "float32", "blocks"),
+        ("auto", "gpu", (128, 256), "bfloat16", "blocks"),
         ("auto", "tpu", (128, 256), "bfloat16", "megablox"),
         ("auto", "tpu", (128, 200), "bfloat16", "ragged_dot"),
         ("auto", "tpu", (128, 256), "float16", "ragged_dot"),

@@ -24,7 +24,7 @@ from jtrain.parallel.mesh import data_ranks, make_mesh
 from jtrain.parallel.pipeline.layout import auto_microbatches
 from jtrain.parallel.pipeline.schedule import choose_schedule
 from jtrain.parallel.sharding import Rules, make_rules, pipeline_rules
-from jtrain.parallel.xla import compiler_options
+from jtrain.parallel.xla import options_of_run
 from jtrain.train.across_slices import AcrossSlices, Exchange, gradients_of_slices
 from jtrain.train.gradients import accumulated_gradients
 from jtrain.train.local_steps import make_local_step
@@ -244,7 +244,14 @@ def pipeline_of(config: Config, mesh: Mesh, batch: BatchShape) -> Pipeline | Non
 
 
 def _options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    return compiler_options(mesh.devices.flat[0].platform, deterministic=config.deterministic)
+    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return options_of_run(
+        (mine or list(mesh.devices.flat))[0],
+        config.xla_options,
+        overlap=config.overlap == "auto",
+        slices=config.mesh.slices > 1,
+        deterministic=config.deterministic,
+    )
 
 
 def _check_offload(device: jax.Device) -> None:

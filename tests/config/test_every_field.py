@@ -28,6 +28,8 @@ CHANGED = {
     "fast_dev_run": 3,
     "deterministic": True,
     "devices": 16,
+    "overlap": "off",
+    "xla_options": {"xla_backend_optimization_level": 1},
     "compile_cache": "/cache",
     "distributed.coordinator_address": "host:1234",
     "distributed.num_processes": 2,

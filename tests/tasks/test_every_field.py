@@ -174,6 +174,8 @@ SEEN = {
     "task": "tests/cli/test_main.py::test_train_runs_the_task_of_the_config_and_returns_its_code",
     "run_dir": "tests/train/test_trainer.py::test_every_save_is_durable_before_the_run_says_its_end",
     "deterministic": "tests/parallel/test_xla.py::test_gpu_options_follow_determinism",
+    "overlap": "tests/parallel/test_xla.py::test_overlap_gives_an_accelerator_its_options_and_off_takes_them_away",
+    "xla_options": "tests/parallel/test_xla.py::test_an_option_of_the_user_reaches_the_compiler_of_the_step",
     "accelerator": "tests/parallel/test_processes.py::test_the_accelerator_chooses_the_platforms_and_auto_leaves_them",
     "compile_cache": "tests/parallel/test_processes.py::test_the_compile_cache_is_a_private_folder",
     "distributed.coordinator_address": "tests/parity/test_processes.py::test_losses_and_rows_are_equal",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jtrain.config.schema import Config
     from jtrain.data.loader import DataLoader
     from jtrain.errors import JtrainError
+    from jtrain.ops.stack import scan_layers
     from jtrain.parallel.mesh import make_mesh
     from jtrain.tasks.pretrain import PretrainTrainer
     from jtrain.train.callbacks import Callback
@@ -44,6 +45,7 @@ _WHERE = {
     "make_train_step": "train.step",
     "plan_state": "train.state",
     "row_keys": "train.loss",
+    "scan_layers": "ops.stack",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "make_train_step",
     "plan_state",
     "row_keys",
+    "scan_layers",
 ]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jtrain.errors import ConfigError
 from jtrain.models.attention import Attention, kv_repeats
 from jtrain.models.config import DecoderConfig
 from jtrain.models.dropout import dropout, dropout_keys
@@ -25,7 +26,7 @@ from jtrain.models.remat import remat
 from jtrain.models.rope import rope_tables
 from jtrain.models.router import RouterBias, RouterFigures, RouterLoad, balance_step
 from jtrain.ops.context import balanced_ways
-from jtrain.ops.logical import constrain, mesh_axis_size
+from jtrain.ops.logical import constrain, manual_axes, mesh_axis_size
 from jtrain.ops.stack import scan_layers
 from jtrain.ops.vocabulary import embedding_lookup, pad_vocabulary
 from jtrain.ops.zigzag import token_index
@@ -301,7 +302,15 @@ class Decoder(nnx.Module):
 
         Returns:
           [B, L, V] float32 (float64 where the parameters are).
+
+        Raises:
+          ConfigError: in the step of a pipeline, whose stages have a part of the vocabulary each.
         """
+        if manual_axes("vocab"):
+            raise ConfigError(
+                "the loss takes whole logits, and under mesh.pipeline a stage has a part of the vocabulary",
+                "use model.hidden and model.head() with jtrain.ops.cross_entropy, or sharding.rules: {vocab: [tensor]}",
+            )
         segments = None if attention_mask is None else attention_mask.astype(jnp.int32)
         x = self.hidden(input_ids, position_ids=position_ids, segment_ids=segments)
         wide = jnp.promote_types(x.dtype, jnp.float32)

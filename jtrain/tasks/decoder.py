@@ -20,6 +20,7 @@ from jtrain.models.presets import preset
 from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.context import context_method
 from jtrain.ops.grouped_matmul import chosen_expert_kernel
+from jtrain.parallel.pipeline.layout import check_layers
 from jtrain.parallel.sharding import RULES
 
 _CHECKED_ROWS = 16
@@ -63,6 +64,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
     if config.mesh.tensor > 1:
         check_tensor(shape, config.mesh.tensor)
     check_experts(shape, config.mesh.expert, config.mesh.context)
+    check_pipeline(shape, config.mesh.pipeline, config.pipeline.virtual_stages)
     return shape
 
 
@@ -109,6 +111,18 @@ def check_tensor(shape: DecoderConfig, tensor: int) -> None:
                 f"write mesh.tensor: {nearest} (it may be {', '.join(map(str, legal[:8]))}), "
                 f"or model.{field}: {-(-size // tensor) * tensor}",
             )
+
+
+def check_pipeline(shape: DecoderConfig, stages: int, chunks: int) -> None:
+    """Sees that every stage has layers; leading dense layers run before the stack and do not count.
+
+    Raises:
+      ConfigError: more chunks than layers.
+    """
+    if stages > 1:
+        check_layers(
+            shape.num_hidden_layers - (shape.first_k_dense_replace if shape.num_experts else 0), stages, chunks
+        )
 
 
 def check_experts(shape: DecoderConfig, expert: int, context: int) -> None:

@@ -23,7 +23,15 @@ from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
 from jtrain.ops.cross_entropy import cross_entropy_and_correct
 from jtrain.ops.zigzag import to_zigzag, zigzag_order
-from jtrain.tasks.decoder import attention_name, check_experts, check_rows, check_tensor, decoder_config, experts_name
+from jtrain.tasks.decoder import (
+    attention_name,
+    check_experts,
+    check_pipeline,
+    check_rows,
+    check_tensor,
+    decoder_config,
+    experts_name,
+)
 from jtrain.tasks.router_losses import router_losses
 from jtrain.tasks.sample import Sampler
 from jtrain.train.callbacks import Callback
@@ -85,6 +93,7 @@ class PretrainTrainer(Trainer):
                 check_rows(given, config.max_length, self.decoder.vocab_size)
         check_tensor(self.decoder, self.mesh.shape["tensor"])
         check_experts(self.decoder, self.mesh.shape["expert"], self.mesh.shape["context"])
+        check_pipeline(self.decoder, self.mesh.shape["pipeline"], config.pipeline.virtual_stages)
         self.experts = experts_name(self.decoder, self.mesh, self.program.precision.compute_dtype)
         self.kernel = attention_name(config, self.decoder, self.mesh, self.program.precision.compute_dtype)
 

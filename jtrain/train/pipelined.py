@@ -21,7 +21,7 @@ from jtrain.ops.collectives import sum_over
 from jtrain.ops.logical import logical_rules
 from jtrain.ops.stack import Body, stack_runner
 from jtrain.parallel.pipeline.executor import Parts, run_pipeline
-from jtrain.parallel.pipeline.layout import PIPELINE, Division, Layout, as_spec, manual_part
+from jtrain.parallel.pipeline.layout import PIPELINE, Division, Layout, as_spec, check_layers, manual_part
 from jtrain.parallel.pipeline.schedule import make_schedule
 from jtrain.train.gradients import Batch, GradientFn, in_their_place, per_micro_batch
 from jtrain.train.loss import Loss, LossFn, call_loss
@@ -214,8 +214,7 @@ class _Region:
         if len(depths) != 1:
             raise ConfigError(f"the arrays given to scan_layers have {sorted(depths)} layers", "stack them alike")
         layers = depths.pop()
-        if layers < self.pipeline.stages * self.pipeline.chunks:
-            raise too_few_layers(layers, self.pipeline.stages, self.pipeline.chunks)
+        check_layers(layers, self.pipeline.stages, self.pipeline.chunks)
         division = Division(layers, self.pipeline.stages, self.pipeline.chunks)
         return found, [self._layout(i, division if i in found else None) for i in range(len(params))]
 
@@ -375,13 +374,3 @@ class _Split:
         for i, leaf in zip(self.rest_leaves, self.rest if rest is None else rest, strict=True):
             leaves[i] = leaf
         return leaves
-
-
-def too_few_layers(layers: int, stages: int, chunks: int) -> ConfigError:
-    """More chunks than layers: some stage would hold none."""
-    field = f"mesh.pipeline={stages}" + (f" x pipeline.virtual_stages={chunks}" if chunks > 1 else "")
-    most = max(n for n in range(1, stages + 1) if n * chunks <= layers) if chunks <= layers else 1
-    other = f" or pipeline.virtual_stages: {max(1, layers // stages)}" if chunks > 1 else ""
-    return ConfigError(
-        f"{field} = {stages * chunks} chunks, and the model has {layers} layers", f"write mesh.pipeline: {most}{other}"
-    )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jtrain.errors import ConfigError
 from jtrain.ops.collectives import sum_over
 
 PIPELINE = "pipeline"
@@ -48,6 +49,23 @@ class Division:
     def padded(self) -> int:
         """S V K."""
         return self.stages * self.chunks * self.layers_per_chunk
+
+
+def check_layers(layers: int, stages: int, chunks: int) -> None:
+    """Sees that every chunk has a layer.
+
+    Raises:
+      ConfigError: more chunks than layers.
+    """
+    if layers >= stages * chunks:
+        return
+    field = f"mesh.pipeline={stages}" + (f" x pipeline.virtual_stages={chunks}" if chunks > 1 else "")
+    total = f" = {stages * chunks} chunks" if chunks > 1 else " stages"
+    most = max(1, layers // chunks)
+    other = f" or pipeline.virtual_stages: {max(1, layers // stages)}" if chunks > 1 and layers >= stages else ""
+    raise ConfigError(
+        f"{field}{total}, and the stack has {layers} layers", f"write mesh.pipeline: {most}{other}, or use more layers"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

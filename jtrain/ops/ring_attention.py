@@ -126,6 +126,7 @@ _attention.defvjp(_forward, _backward)
 
 def _forward_local(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
     """[B, N, ...] of this device -> its result [B, N, H, Dh] and log of the softmax's sum [B, N, H]."""
+    q, device, segments = _tied(ring, q, segments)
     b, n, heads, size = q.shape
     kv_heads = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -149,7 +150,7 @@ def _forward_local(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, *segme
             new = (out * kept[..., None] + seen, new_top, total * kept + weights.sum(-1))
             return tuple(x.at[at.q].set(y) for x, y in zip(state, new, strict=True))
 
-        return _over_pairs(ring, hop, update, state)
+        return _over_pairs(ring, device, hop, update, state)
 
     ahead = (_blocks(ring, k.astype(q.dtype)), _blocks(ring, v.astype(q.dtype)), *own)
     out, top, total = _around(ring, ahead, state, visit)
@@ -169,6 +170,7 @@ def _backward_local(
     *segments: jax.Array,
 ) -> Any:
     """The gradients of q, k and v of this device. Those of the keys and values follow them round, and come home."""
+    q, device, segments = _tied(ring, q, segments)
     b, n, heads, size = q.shape
     kv_heads = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -201,7 +203,7 @@ def _backward_local(
             more_v = jnp.einsum("bkgqs,bqkgd->bskd", weights, d, preferred_element_type=wide)
             return d_q.at[at.q].add(more_q), d_k.at[at.k].add(more_k), d_v.at[at.k].add(more_v)
 
-        d_q, *added = _over_pairs(ring, hop, update, (d_q, nothing, nothing))
+        d_q, *added = _over_pairs(ring, device, hop, update, (d_q, nothing, nothing))
         return d_q, tuple(added) if behind is None else tuple(x + y for x, y in zip(behind, added, strict=True))
 
     state: Any = (jnp.zeros(q_blocks.shape, wide), None)
@@ -209,6 +211,15 @@ def _backward_local(
     d_kv = _pass_on(ring, d_kv, -ring.hops)
     d_q = _tokens(ring, d_q).reshape(q.shape).astype(q.dtype)
     return d_q, *(_tokens(ring, x).astype(like.dtype) for x, like in zip(d_kv, (k, v), strict=True))
+
+
+def _tied(ring: _Ring, q: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Queries, this device's number and the segment ids, such that the masks depend on the queries, too.
+
+    Masks are the same in every layer, and a scan over layers that is differentiated takes what is the same out of the
+    loop: the masks of all pairs of blocks at once, [N, N] booleans a head.
+    """
+    return jax.lax.optimization_barrier((q, jax.lax.axis_index(ring.places.axes), segments))
 
 
 def _around(ring: _Ring, ahead: Any, state: Any, visit: Callable[[Any, Any, Any], Any]) -> Any:
@@ -251,10 +262,9 @@ class _Pair(NamedTuple):
     k_start: jax.Array
 
 
-def _over_pairs(ring: _Ring, hop: Any, update: Callable[[Any, _Pair], Any], state: Any) -> Any:
+def _over_pairs(ring: _Ring, device: jax.Array, hop: Any, update: Callable[[Any, _Pair], Any], state: Any) -> Any:
     """Folds `update` over the pairs of blocks, of those here and those visited, that can see each other."""
     ways = ring.places.ways
-    device = jax.lax.axis_index(ring.places.axes)
     source = (device - hop) % ways
     behind = source > device  # the visited chunks come after this device's own (in zig-zag order: its early one)
     rows, columns = (x.reshape(-1).astype(np.int32) for x in np.indices((ring.blocks, ring.blocks)))

@@ -1,14 +1,15 @@
 """Slices that compute by themselves, against the plain step and against arithmetic; what crosses between them."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+from jtrain import Loss
 from jtrain.config.schema import DcnConfig
 from jtrain.models.decoder import Decoder
 from jtrain.models.presets import preset
@@ -20,10 +21,14 @@ from jtrain.train.gradients import accumulated_gradients
 from jtrain.train.model import functional_model
 from jtrain.train.state import plan_state
 from jtrain.train.step import make_train_step
-from tests.train.tiny import put, tiny_batch, tiny_program, tiny_rows
+from tests.train.linear import Linear
+from tests.train.tiny import tiny_batch, tiny_program
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "dropout": 0.1}
 MESH = "data=2,slices=2"
+EIGHT = "data=2,fsdp=2,tensor=2,slices=2", 8
+CHEAP = {"xla_backend_optimization_level": 0}
+"""What is sent is settled before machine code is made: it need not be good."""
 
 
 @functools.cache
@@ -46,7 +51,7 @@ def run(mesh=MESH, devices=2, steps=4, **dcn):
 
 def sent(built, rounds=1):
     """Bytes that a device sends over `data` in a step; of a branch that one step in `rounds` takes, its share."""
-    text = built.train_step.lower(built.plan.abstract, tiny_batch(built)).compile().as_text()
+    text = built.train_step.lower(built.plan.abstract, tiny_batch(built)).compile(CHEAP).as_text()
     found = analyze(text, dict(built.mesh.shape)).collectives
     return sum(c.wire_bytes * n / (rounds if c.conditional else 1) for c, n in found.items() if "data" in c.axes)
 
@@ -58,9 +63,8 @@ def assert_close(tree, other, **tolerance):
 # -- gradients of slices ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [(MESH, 2), ("data=2,fsdp=2,tensor=2,slices=2", 8)])
-def test_gradients_of_slices_added_in_float32_make_the_plain_step(mesh, devices):
-    built = program(mesh, devices)
+def test_gradients_of_slices_added_in_float32_make_the_plain_step():
+    built = program(*EIGHT)
     loss_fn = pretrain_loss()
     by_slices = make_train_step(
         built.model,
@@ -90,14 +94,12 @@ def test_a_variable_becomes_the_mean_over_the_slices():
             self.calls = nnx.BatchStat(jnp.int32(0))
 
     def loss_fn(model, batch, rng):
-        from jtrain import Loss
-
         model.mean[...] = batch["x"].mean(0)
         model.calls[...] += 1
         return Loss((batch["x"] @ model.w[...]).sum(), jnp.float32(batch["x"].shape[0]))
 
     model = functional_model(Model)
-    plan = plan_state(model, optax_sgd(), make_mesh(MESH, devices=jax.devices()[:2]))
+    plan = plan_state(model, optax.sgd(1.0), make_mesh(MESH, devices=jax.devices()[:2]))
     gradients = gradients_of_slices(accumulated_gradients(model, loss_fn, plan), plan)
     x = np.arange(24, dtype=np.float32).reshape(1, 8, 3)
     params, variables = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
@@ -108,33 +110,27 @@ def test_a_variable_becomes_the_mean_over_the_slices():
     np.testing.assert_allclose(total_loss(loss).sum, x.sum())
 
 
-def optax_sgd():
-    import optax
-
-    return optax.sgd(1.0)
-
-
 # -- compression ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", ["int8", "powersgd"])
-def test_a_compressed_run_goes_where_the_plain_one_goes_and_all_slices_agree(compression):
-    _, plain = run()
-    state, figures = run(compression=compression)
+@pytest.mark.parametrize(("compression", "mesh"), [("int8", EIGHT), ("powersgd", (MESH, 2))], ids=["int8", "powersgd"])
+def test_a_compressed_run_goes_where_the_plain_one_goes_and_all_slices_agree(compression, mesh):
+    _, plain = run(*EIGHT)
+    state, figures = run(*mesh, compression=compression)
     # Only the gradient passes through the code: the first loss is the same, to the last bits of its sum.
     np.testing.assert_allclose(figures[0]["loss"], plain[0]["loss"], rtol=1e-6)
     assert figures[0]["tokens"] == plain[0]["tokens"]
     assert figures[0]["grad_norm"] != plain[0]["grad_norm"]
     np.testing.assert_allclose(figures[-1]["loss"], plain[-1]["loss"], rtol=5e-3)
     for leaf in jax.tree.leaves(state.params):
-        first, second = (np.asarray(shard.data) for shard in leaf.addressable_shards)
-        np.testing.assert_array_equal(first, second)
+        copies = {}
+        for shard in leaf.addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert all(len(different) == 1 for different in copies.values())
 
 
-def test_every_device_sends_its_own_shard():
-    _, alone = run(compression="int8")
-    state, figures = run("data=2,fsdp=2,tensor=2,slices=2", 8, compression="int8")
-    assert_close([f["loss"] for f in figures], [f["loss"] for f in alone], rtol=1e-4)
+def test_what_is_owed_lies_where_the_gradient_lies():
+    state = program(*EIGHT, compression="int8").plan.abstract
     error = state.across["error"]["layers"]["attention"]["q_proj"]["kernel"]
     weight = state.params["layers"]["attention"]["q_proj"]["kernel"]
     assert error.shape == (2, *weight.shape)
@@ -142,21 +138,22 @@ def test_every_device_sends_its_own_shard():
 
 
 def test_debts_are_kept_without_the_loss_scale():
-    built = program(compression="int8")
-    exchange = built.plan.across.exchange
-    places = jax.tree.map(lambda p: stacked(p, 2), built.plan.abstract.params)
-    keys = iter(jax.random.split(jax.random.key(0), 99))
-    stacks = jax.tree.map(lambda p: jax.device_put(jax.random.normal(next(keys), p.shape), p.sharding), places)
-    kept = jax.jit(exchange.begin, static_argnums=0)(0)
-    once = jax.jit(exchange)
-    # Twice, so that the debts of the first time are paid in the second, under another scale.
-    sums, kept1 = once(stacks, kept, jnp.float32(1))
-    sums, kept1 = once(stacks, kept1, jnp.float32(1))
-    scaled, kept2 = once(jax.tree.map(lambda x: 4 * x, stacks), kept, jnp.float32(4))
-    scaled, kept2 = once(jax.tree.map(lambda x: 8 * x, stacks), kept2, jnp.float32(8))
-    assert_close(jax.tree.map(lambda x: x / 8, scaled), sums, rtol=1e-6)  # powers of two: exact
-    assert_close(kept2, kept1, rtol=1e-5, atol=1e-7)
-    assert max(float(jnp.abs(e).max()) for e in jax.tree.leaves(kept1)) > 0
+    model = functional_model(Linear)
+    plan = plan_state(model, optax.sgd(1.0), make_mesh(MESH, devices=jax.devices()[:2]))
+    exchange = Exchange(plan, DcnConfig(compression="int8"), model.names)
+    stacks = {"w": jnp.asarray([[1.0, -0.013, 0.4], [0.02, 0.3, -2.0]]), "b": jnp.asarray([0.7, 0.1])}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), exchange.abstract())
+    add = jax.jit(exchange)
+    # Twice, so that the debts of the first time are paid in the second, under another scale. Powers of two are exact.
+    sums, kept = add(stacks, add(stacks, zeros, 1.0)[1], 1.0)
+    scaled, other = add(times(8, stacks), add(times(4, stacks), zeros, 4.0)[1], 8.0)
+    assert_close(times(1 / 8, scaled), sums, rtol=1e-6)
+    assert_close(other, kept, rtol=1e-5, atol=1e-7)
+    assert max(float(jnp.abs(e).max()) for e in jax.tree.leaves(kept)) > 1e-4
+
+
+def times(factor, tree):
+    return jax.tree.map(lambda x: factor * x, tree)
 
 
 def test_without_error_feedback_nothing_is_kept():
@@ -169,31 +166,6 @@ def test_vectors_and_frozen_parameters_have_no_sketch():
     layers = across["sketch"]["layers"]
     assert layers["attention_norm"]["scale"] is None and across["error"]["layers"]["attention_norm"]["scale"] is None
     assert layers["mlp"]["up_proj"]["kernel"].shape == (1, 32, 2)  # one layer, 32 columns, rank 2
-
-
-@pytest.mark.parametrize("dcn", [{"compression": "int8"}, {"local_steps": 2}], ids=["int8", "local"])
-def test_a_number_that_is_not_finite_on_one_slice_skips_the_step_on_all(dcn):
-    built = program(**dcn)
-    state = built.init()
-    state, _ = built.train_step(state, tiny_batch(built))
-    before = jax.device_get(state)
-    rows = tiny_rows(1, built.batch.total)
-    batch = put(built, rows)
-    poisoned = dataclasses.replace(state, params=poison(state.params))
-    if "local_steps" in dcn:  # in the parameters of slice 1 alone
-        own = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.across["params"])
-        poisoned = dataclasses.replace(state, across=state.across | {"params": own})
-    poisoned = jax.device_put(poisoned, built.plan.shardings)
-    after, metrics = built.train_step(poisoned, batch)
-    assert not metrics["finite"] and after.skipped == 1 and after.step == 1
-    for name in ("momentum", "error"):
-        if name in after.across:
-            assert_close(after.across[name], before.across[name], rtol=0)
-    assert_close(after.opt_state, before.opt_state, rtol=0)
-
-
-def poison(params):
-    return jax.tree.map(lambda x: x * jnp.nan, params)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -230,11 +202,11 @@ def test_bytes_of_a_llama_of_one_billion(compression, least):
     """The exchange alone, compiled on the shapes of a whole model; on two slices of two devices."""
     mesh = make_mesh("data=2,fsdp=2,slices=2", devices=jax.devices()[:4])
     model = functional_model(lambda rngs: Decoder(preset("llama3.2-1b"), rngs))
-    plan = plan_state(model, optax_sgd(), mesh)
+    plan = plan_state(model, optax.sgd(1.0), mesh)
     exchange = Exchange(plan, DcnConfig(compression=compression, rank=4), model.names)
     stacks = jax.tree.map(lambda p: stacked(p, 2), plan.abstract.params)
     places = (plan.gradients, jax.tree.map(lambda x: x.sharding, exchange.abstract()))
-    compiled = jax.jit(exchange, out_shardings=places).lower(stacks, exchange.abstract()).compile()
+    compiled = jax.jit(exchange, out_shardings=places).lower(stacks, exchange.abstract()).compile(CHEAP)
     found = analyze(compiled.as_text(), dict(mesh.shape)).collectives
     taken = sum(c.wire_bytes * n for c, n in found.items() if "data" in c.axes)
     plain = plain_bytes(plan.abstract.params)

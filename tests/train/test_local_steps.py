@@ -105,6 +105,24 @@ def test_a_run_that_is_stopped_in_a_round_goes_on_exactly(dcn, tmp_path):
     assert bits(resumed.state) == bits(whole.state)
 
 
+@pytest.mark.parametrize("dcn", [{"compression": "int8"}, {"local_steps": 2}], ids=["int8", "local"])
+def test_a_number_that_is_not_finite_on_one_slice_skips_the_step_on_all(dcn, tmp_path):
+    program = make(tmp_path, **SLICES, dcn=dcn, optimizer={"name": "adamw"}).program
+    rows = {name: values[None, :8] for name, values in examples().items()} | {"row": np.arange(8, dtype=np.int32)[None]}
+    rows["row_weight"] = np.ones((1, 8), np.float32)
+    state, _ = program.train_step(program.init(), rows)
+    before = jax.device_get(state)
+    bad = rows | {"y": rows["y"] + np.where(np.arange(8) == 6, np.nan, 0).astype(np.float32)}  # a row of slice 1
+    state, metrics = program.train_step(state, bad)
+    after = jax.device_get(state)
+    assert not metrics["finite"] and (after.step, after.skipped) == (1, 1)
+    assert bits((after.params, after.opt_state, after.across)) == bits((before.params, before.opt_state, before.across))
+    # With local steps the round goes on where it was: its second update ends it.
+    state, metrics = program.train_step(state, rows)
+    assert metrics["finite"] and state.step == 2
+    assert bits(state.params) != bits(before.params)
+
+
 # -- other slices, other compression ----------------------------------------------------------------------------------
 
 

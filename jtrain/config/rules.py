@@ -235,11 +235,6 @@ def _across_slices(config: Config) -> None:
         raise ConfigError(
             f"{field} with mesh.slices: 1: there is no slow network", "Write mesh.slices, or leave the dcn section out."
         )
-    if config.mesh.pipeline > 1:
-        raise ConfigError(
-            f"{field} with mesh.pipeline: {config.mesh.pipeline}: the pipeline adds the gradients of all slices itself",
-            "Write mesh.pipeline: 1, or leave the dcn section out.",
-        )
     sharding = config.sharding
     named = {"optimizer_axes": sharding.optimizer_axes, "gradient_axes": sharding.gradient_axes}
     named |= {f"rules.{name}": axes for name, axes in sharding.rules.items() if name != "batch"}
@@ -268,7 +263,14 @@ def check_slices(config: Config, sizes: dict[str, int]) -> None:
       ConfigError: it is not; the message names the mesh that divides a slice by `fsdp` instead.
     """
     field, slices = slices_by_themselves(config), config.mesh.slices
-    if field is None or sizes["data"] == slices:
+    if field is None:
+        return
+    if sizes["pipeline"] > 1:
+        raise ConfigError(
+            f"{field} with mesh.pipeline: {sizes['pipeline']}: the pipeline adds the gradients of all slices itself",
+            "Write mesh.pipeline: 1, or leave the dcn section out.",
+        )
+    if sizes["data"] == slices:
         return
     near = sizes | {"data": slices, "fsdp": sizes["data"] * sizes["fsdp"] // slices}
     raise ConfigError(

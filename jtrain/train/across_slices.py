@@ -64,8 +64,8 @@ def gradients_of_slices(gradients: GradientFn, plan: StatePlan, *, own_params: b
       own_params: whether `params` are stacks [S, ...] too.
 
     Returns:
-      A function like `gradients` whose gradients and loss are stacks [S, ...]. A float variable (batch statistics) is
-      the mean over the slices; others are the largest.
+      A function like `gradients` whose gradients and loss are stacks [S, ...]. Variables meet in every step: a float
+      (batch statistics) is the mean over the slices, an integer (a count) moves by what all slices counted.
     """
     slices = plan.mesh.shape[SLOW]
     # Inside a slice `data` does not exist: rows are cut over the axes that are left.
@@ -77,15 +77,16 @@ def gradients_of_slices(gradients: GradientFn, plan: StatePlan, *, own_params: b
         parts = x.reshape(x.shape[0], slices, x.shape[1] // slices, *x.shape[2:])
         return jax.lax.with_sharding_constraint(parts, rows)
 
-    def meet(x: jax.Array) -> jax.Array:
-        mean = jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.mean(0) if mean else x.max(0)
+    def meet(before: jax.Array, after: jax.Array) -> jax.Array:
+        if jnp.issubdtype(before.dtype, jnp.integer):
+            return before + (after - before).sum(0, dtype=before.dtype)
+        return after.any(0) if before.dtype == bool else after.mean(0)
 
     def of_slices(params: Any, variables: Any, batch: Batch, rng: jax.Array, scale: jax.Array) -> Any:
         with logical_rules(plan.mesh, rules):
             run = by_slice(gradients, (0 if own_params else None, None, 1, None, None))
             grads, loss, after = run(params, variables, jax.tree.map(split, batch), rng, scale)
-        return grads, loss, jax.tree.map(meet, after)
+        return grads, loss, jax.tree.map(meet, variables, after)
 
     return of_slices
 

@@ -73,6 +73,7 @@ def make_local_step(
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, norm
 
+        variables, figures = model.end_step(state.params, variables)
         own, opt_state, norms = by_slice(update, 0)(grads, loss.count, state.opt_state, own)
         loss, norm = total_loss(loss), norms.mean()
         mean = loss.sum / jnp.where(loss.count > 0, loss.count, 1).astype(loss.sum.dtype)
@@ -96,7 +97,7 @@ def make_local_step(
         )
         new = accept(new, state, mean, finite, nonfinite, precision)
         metrics: Metrics = {"loss": mean, "sums": loss.metrics, "tokens": count_tokens(batch), "grad_norm": norm}
-        metrics |= {"finite": finite, "step": new.step, "skipped": new.skipped}
+        metrics |= figures | {"finite": finite, "step": new.step, "skipped": new.skipped}
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step + 1)
         return new, metrics

@@ -36,6 +36,11 @@ def load(**fields):
             "data=2,fsdp=4,slices=2 and leave strategy out",
         ),
         (
+            INT8 | {"mesh": "data=2,pipeline=4,slices=2", "devices": 8},
+            ["mesh.pipeline: 4: the pipeline adds the gradients of all slices itself"],
+            "mesh.pipeline: 1",
+        ),
+        (
             INT8 | {"strategy": "zero1", "mesh": {"slices": 8}, "devices": 8},
             ["data in sharding.optimizer_axes", "cross the slow network"],
             "fsdp in place of data",
@@ -67,4 +72,4 @@ def test_devices_that_are_counted_later_are_checked_then():
 
 
 def test_an_ordinary_mesh_is_left_alone():
-    check_slices(load(mesh="data=4,slices=2", devices=4), {"data": 4, "fsdp": 1})
+    check_slices(load(mesh="data=4,slices=2", devices=4), {"data": 4, "fsdp": 1, "pipeline": 1})

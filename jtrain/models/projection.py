@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtrain.models.parameters import constant, normal
-from jtrain.ops.logical import constrain, ways
+from jtrain.ops.logical import constrain, gathered, ways
+from jtrain.ops.token_sums import weight_gradient
 
 _AT_USE = {"heads": "heads", "kv_heads": "kv_heads", "mlp": "mlp"}
 """Axes that stay cut while a kernel is used; all others are gathered (that is what fsdp means)."""
@@ -68,7 +69,7 @@ class Projection(nnx.Module):
             kernel = jnp.repeat(kernel, repeats, axis=self.input_rank)
             kernel = constrain(kernel, *self.axes)
             bias = None if bias is None else jnp.repeat(bias, repeats, axis=0)
-        return constrain(kernel, *(_AT_USE.get(axis) for axis in self.axes)), bias
+        return gathered(kernel, tuple(_AT_USE.get(axis) for axis in self.axes), self.axes), bias
 
 
 def project(projections: Sequence[Projection], x: jax.Array, repeats: Sequence[int] | None = None) -> list[jax.Array]:
@@ -85,33 +86,50 @@ def project(projections: Sequence[Projection], x: jax.Array, repeats: Sequence[i
     cut = [
         ways(kernel.shape[rank], _AT_USE.get(p.axes[rank], "")) for p, kernel in zip(projections, kernels, strict=True)
     ]
-    if len(projections) > 1 and min(cut) > 1:
-        ys = _together(rank, x, kernels)
-    else:
-        ys = tuple(jnp.tensordot(x, kernel, axes=rank) for kernel in kernels)
+    ys = _products(rank, min(cut) > 1, tuple(p.axes for p in projections), x, kernels)
     return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _together(rank: int, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+_Names = tuple[tuple[str, ...], ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _products(
+    rank: int, cut: bool, axes: _Names, x: jax.Array, kernels: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     return tuple(jnp.tensordot(x, kernel, axes=rank) for kernel in kernels)
 
 
-def _together_forward(rank: int, x: jax.Array, kernels: tuple[jax.Array, ...]):
-    return _together(rank, x, kernels), (x, kernels)
+def _products_forward(rank: int, cut: bool, axes: _Names, x: jax.Array, kernels: tuple[jax.Array, ...]):
+    return _products(rank, cut, axes, x, kernels), (x, kernels)
 
 
-def _together_backward(rank: int, residuals, d_ys: tuple[jax.Array, ...]):
+def _products_backward(rank: int, cut: bool, axes: _Names, residuals, d_ys: tuple[jax.Array, ...]):
     x, kernels = residuals
     first = x.ndim - rank  # of the output axes
-    rows = tuple(range(first))
-    d_kernels = tuple(jnp.tensordot(x, d_y, axes=(rows, rows)) for d_y in d_ys)
-    d_y, kernel = _side_by_side(d_ys, first), _side_by_side(kernels, rank)
-    d_x = jnp.tensordot(d_y, kernel, axes=(tuple(range(first, d_y.ndim)), tuple(range(rank, kernel.ndim))))
+    if first == 2:
+        # Gathered once, for both products below.
+        d_ys = tuple(
+            constrain(d_y, "batch", "sequence", *(_AT_USE.get(axis) for axis in names[rank:]))
+            for d_y, names in zip(d_ys, axes, strict=True)
+        )
+        d_kernels = tuple(weight_gradient(x, d_y, *names) for d_y, names in zip(d_ys, axes, strict=True))
+    else:
+        rows = tuple(range(first))
+        d_kernels = tuple(jnp.tensordot(x, d_y, axes=(rows, rows)) for d_y in d_ys)
+    if cut and len(d_ys) > 1:
+        d_x = _back(_side_by_side(d_ys, first), _side_by_side(kernels, rank), first, rank)
+    else:
+        d_x = sum(_back(d_y, kernel, first, rank) for d_y, kernel in zip(d_ys, kernels, strict=True))
     return d_x, d_kernels
 
 
-_together.defvjp(_together_forward, _together_backward)
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _back(d_y: jax.Array, kernel: jax.Array, first: int, rank: int) -> jax.Array:
+    """The product over all output axes."""
+    return jnp.tensordot(d_y, kernel, axes=(tuple(range(first, d_y.ndim)), tuple(range(rank, kernel.ndim))))
 
 
 def _side_by_side(parts: Sequence[jax.Array], axis: int) -> jax.Array:

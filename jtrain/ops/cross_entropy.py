@@ -18,6 +18,7 @@ import numpy as np
 
 from jtrain.ops.collectives import sum_over
 from jtrain.ops.logical import constrain, logical_size, manual_axes, mesh_axis_size, ways
+from jtrain.ops.token_sums import meet, rank_axes
 from jtrain.ops.vocabulary import pad_vocabulary
 
 IGNORED = -100
@@ -200,7 +201,9 @@ def _chunked_backward(options: _Options, residuals, cotangents):
     factor = cotangents[0] / _lift(x_like.dtype)
     d_x = (d_x_NBPCD * factor).astype(x_like.dtype)
     # The sum over the ranks goes straight to where the head is stored: nothing stands between it and that.
-    d_head = constrain(jnp.sum(d_head_RSDV * factor, axis=(0, 1)), "embed", "vocab")
+    ranks, spans = rank_axes("batch", options.ranks), rank_axes("sequence", options.spans)
+    parts = (d_head_RSDV * factor).reshape(*ranks[1], *spans[1], *d_head_RSDV.shape[2:])
+    d_head = meet(parts, [*ranks[0], *spans[0]], "embed", "vocab")
     return d_x, d_head.astype(head_like.dtype), np.zeros(t_NBPC.shape, jax.dtypes.float0)
 
 

@@ -89,11 +89,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     context = _context.get()
     if context is None:
         return x
-    mesh, rules = context.mesh, context.rules
-    spec = activation_spec(x.shape, names, mesh, rules)
-    if mesh.size == 1:  # nothing to place, and a constraint would keep XLA from fusing across it
+    return pin(x, activation_spec(x.shape, names, context.mesh, context.rules))
+
+
+def pin(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Pins `x` to mesh axes by their own names; for what `constrain` can't say."""
+    context = _context.get()
+    # On one device there is nothing to place, and a constraint would keep XLA from fusing across it.
+    if context is None or context.mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(region_mesh(mesh), spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(region_mesh(context.mesh), spec))
+
+
+def axis_sizes(axes: Sequence[str]) -> list[int]:
+    """Sizes of mesh axes."""
+    context = _context.get()
+    return [] if context is None else [context.mesh.shape[axis] for axis in axes]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jtrain.ops.collectives import sum_over
-from jtrain.ops.logical import constrain, gathered, manual_axes, mesh_axis_size
+from jtrain.ops.logical import constrain, gathered, logical_spec, manual_axes, mesh_axis_size, pin
+from jtrain.ops.token_sums import by_group, meet
 
 
 def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
@@ -72,12 +74,22 @@ def _lookup_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, 
 def _lookup_backward(residuals: tuple[jax.Array, jax.Array], d_BLD: jax.Array) -> tuple[jax.Array, np.ndarray]:
     like, ids_BL = residuals
     wide = jnp.promote_types(d_BLD.dtype, jnp.float32)
-    zeros_VD = constrain(jnp.zeros((like.shape[0], d_BLD.shape[-1]), wide), "vocab", None)
     if manual_axes("vocab"):
         local, here = local_tokens(ids_BL, like.shape[0])
         ids_BL = jnp.where(here, local, like.shape[0])  # out of range: dropped
+    shape = (like.shape[0], d_BLD.shape[-1])
+    ids, axes = by_group(ids_BL, shape, "vocab", "embed")
+    d, _ = by_group(d_BLD.astype(wide), shape, "vocab", "embed")
+    zeros = jnp.zeros((*ids.shape[: len(axes)], *shape), wide)
+    zeros = pin(zeros, PartitionSpec(*axes, *logical_spec(shape, "vocab", None)))
+
+    def add(zeros_VD: jax.Array, ids_N: jax.Array, d_ND: jax.Array) -> jax.Array:
+        return zeros_VD.at[ids_N].add(d_ND, mode="drop")
+
+    for _ in axes:
+        add = jax.vmap(add)
     # The sum over the ranks goes straight to where the table is stored.
-    d_VD = constrain(zeros_VD.at[ids_BL].add(d_BLD.astype(wide), mode="drop"), "vocab", "embed")
+    d_VD = meet(add(zeros, ids, d), axes, "vocab", "embed")
     return d_VD.astype(like.dtype), np.zeros(ids_BL.shape, jax.dtypes.float0)
 
 

@@ -132,7 +132,7 @@ class _Region:
     # --- inside of the region
 
     def _train(
-        self, stack: set[int], layouts: list[Layout], params: Any, variables: Any, batch: Batch, rng: Any, scale: Any
+        self, stack: list[int], layouts: list[Layout], params: Any, variables: Any, batch: Batch, rng: Any, scale: Any
     ) -> Any:
         model = _Split(self, stack, layouts, [layout.gather(x) for layout, x in zip(layouts, params, strict=True)])
         micro_batches = self._micro_batches(batch, self.pipeline.microbatches)
@@ -161,7 +161,7 @@ class _Region:
         after = jax.tree.map(lambda new, old: old + sum_over(new - old, self.rows), after, variables)
         return reduced, sum_over(loss, self.rows), after
 
-    def _evaluate(self, stack: set[int], layouts: list[Layout], params: Any, variables: Any, batch: Batch) -> Loss:
+    def _evaluate(self, stack: list[int], layouts: list[Layout], params: Any, variables: Any, batch: Batch) -> Loss:
         model = _Split(self, stack, layouts, [layout.gather(x) for layout, x in zip(layouts, params, strict=True)])
         rows = jax.tree.leaves(batch)[0].shape[1]
         split = max(m for m in range(1, min(self.pipeline.microbatches, rows) + 1) if rows % m == 0)
@@ -180,10 +180,12 @@ class _Region:
 
     # --- what is known from shapes
 
-    def _divide(self, params: list[jax.Array], variables: Any, batch: Batch, rng: Any) -> tuple[set[int], list[Layout]]:
-        """Which leaves are the stack's, and the way of every leaf."""
+    def _divide(
+        self, params: list[jax.Array], variables: Any, batch: Batch, rng: Any
+    ) -> tuple[list[int], list[Layout]]:
+        """Which leaves are the stack's, in the order in which `scan_layers` gets them, and the way of every leaf."""
         micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        found: set[int] = set()
+        order: list[int] = []
 
         def probe(params: list[jax.Array], variables: Any, micro: Batch, rng: Any) -> None:
             def runner(body: Body, carry: Any, parameters: Any, data: Any) -> Any:
@@ -195,9 +197,9 @@ class _Region:
                     f"mesh.pipeline={self.pipeline.stages}: this model and loss run no stack of layers",
                     "run equal, stacked layers by jtrain.scan_layers (docs/pipeline.md), or write mesh.pipeline: 1",
                 )
-            ids = {id(leaf) for leaf in jax.tree.leaves(captured.parameters)}
-            found.update(i for i, leaf in enumerate(params) if id(leaf) in ids)
-            if len(found) != len(ids):
+            place = {id(leaf): i for i, leaf in enumerate(params)}
+            order.extend(place.get(id(leaf), -1) for leaf in jax.tree.leaves(captured.parameters))
+            if -1 in order:
                 raise ConfigError(
                     "the parameters given to scan_layers are not the model's own arrays, as they are stored",
                     "give the stacked parameters unchanged; cast or reshape them inside of the body",
@@ -210,13 +212,13 @@ class _Region:
                     )
 
         jax.eval_shape(probe, params, variables, micro, rng)
-        depths = {self.shapes[i][0] for i in found}
+        depths = {self.shapes[i][0] for i in order}
         if len(depths) != 1:
             raise ConfigError(f"the arrays given to scan_layers have {sorted(depths)} layers", "stack them alike")
         layers = depths.pop()
         check_layers(layers, self.pipeline.stages, self.pipeline.chunks)
         division = Division(layers, self.pipeline.stages, self.pipeline.chunks)
-        return found, [self._layout(i, division if i in found else None) for i in range(len(params))]
+        return order, [self._layout(i, division if i in order else None) for i in range(len(params))]
 
     def _layout(self, leaf: int, division: Division | None) -> Layout:
         shape, names = self.shapes[leaf], self.names[leaf]
@@ -241,7 +243,7 @@ class _Region:
         """Whether the model looks up and scores tokens by `jtrain.ops`, which sum over a cut vocabulary."""
         return PIPELINE in self.plan.rules.get("vocab", ()) and self.model.vocabulary_parallel
 
-    def _rules(self, stack: set[int]) -> Any:
+    def _rules(self, stack: list[int]) -> Any:
         rules = self.plan.rules
         vocabularies = {
             shape[list(names).index("vocab")]
@@ -287,15 +289,15 @@ class _Region:
 class _Split:
     """The model's parts as functions of the trained leaves of its stack and of the rest, inside of the region."""
 
-    def __init__(self, region: _Region, stack: set[int], layouts: list[Layout], leaves: list[jax.Array]):
+    def __init__(self, region: _Region, stack: list[int], layouts: list[Layout], leaves: list[jax.Array]):
         self.region, self.leaves = region, leaves
         on = region.trainable
-        self.all_stack = sorted(stack)
-        self.stack_leaves = [i for i in self.all_stack if on[i]]
+        self.order = stack
+        self.stack_leaves = sorted(i for i in stack if on[i])
         self.rest_leaves = [i for i in range(len(leaves)) if i not in stack and on[i]]
         self.stack = [leaves[i] for i in self.stack_leaves]
         self.rest = [leaves[i] for i in self.rest_leaves]
-        division = layouts[self.all_stack[0]].division
+        division = layouts[stack[0]].division
         assert division is not None
         self.division = division
 
@@ -307,7 +309,7 @@ class _Split:
             def runner(body: Body, carry: Any, parameters: Any, data: Any) -> Any:
                 raise _Captured(carry)
 
-            captured = region._trace(runner, self._params(rest=rest), variables, micro, rng)
+            captured = region._trace(runner, self._params(rest), variables, micro, rng)
             assert isinstance(captured, _Captured)
             return captured.carry
 
@@ -315,8 +317,8 @@ class _Split:
             rest = list(self.rest)
             for i, leaf in zip(shared, read, strict=True):
                 rest[i] = leaf
-            runner = self._runner(carry, number)
-            captured = region._trace(runner, self._params(chunk, rest, number), variables, micro, rng)
+            runner = self._runner(carry, chunk, number)
+            captured = region._trace(runner, self._params(rest), variables, micro, rng)
             assert isinstance(captured, _Captured)
             return captured.carry
 
@@ -324,7 +326,7 @@ class _Split:
             def runner(body: Body, _: Any, parameters: Any, data: Any) -> Any:
                 return carry
 
-            out = region._trace(runner, self._params(rest=rest), variables, micro, rng)
+            out = region._trace(runner, self._params(rest), variables, micro, rng)
             assert isinstance(out, tuple)
             return out[0].sum * scale, out
 
@@ -344,11 +346,19 @@ class _Split:
         _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
         return [i for i, read in enumerate(used) if read]
 
-    def _runner(self, x: Any, number: jax.Array) -> Any:
+    def _runner(self, x: Any, trained: list[jax.Array], number: jax.Array) -> Any:
         """Runs the layers of one chunk; layers that are padding hand on what they get."""
         division = self.division
+        chunk = number // self.region.pipeline.stages
+        leaves = {
+            i: jax.lax.dynamic_index_in_dim(self.leaves[i], chunk, 0, keepdims=False)
+            for i in self.order
+            if i not in self.stack_leaves
+        }
+        leaves |= dict(zip(self.stack_leaves, trained, strict=True))
 
         def runner(body: Body, _: Any, parameters: Any, data: Any) -> Any:
+            parameters = jax.tree.unflatten(jax.tree.structure(parameters), [leaves[i] for i in self.order])
             layers = number * division.layers_per_chunk + jnp.arange(division.layers_per_chunk)
             live = layers < division.layers
             data = jax.tree.map(lambda leaf: leaf[jnp.minimum(layers, division.layers - 1)], data)
@@ -363,14 +373,11 @@ class _Split:
 
         return runner
 
-    def _params(self, chunk: Any = None, rest: Any = None, number: jax.Array | None = None) -> list[jax.Array]:
-        """All leaves, those of the stack being one chunk's [K, ...]: the first chunk's where they are not used."""
-        chunk_number = 0 if number is None else number // self.region.pipeline.stages
+    def _params(self, rest: list[jax.Array]) -> list[jax.Array]:
+        """All leaves, with these of the rest. Those of the stack have their shapes only: the runner has the chunk's."""
         leaves = list(self.leaves)
-        for i in self.all_stack:
-            leaves[i] = jax.lax.dynamic_index_in_dim(leaves[i], chunk_number, 0, keepdims=False)
-        for i, leaf in zip(self.stack_leaves, chunk or (), strict=bool(chunk)):
-            leaves[i] = leaf
-        for i, leaf in zip(self.rest_leaves, self.rest if rest is None else rest, strict=True):
+        for i in self.order:
+            leaves[i] = jnp.zeros(self.region.shapes[i], leaves[i].dtype)
+        for i, leaf in zip(self.rest_leaves, rest, strict=True):
             leaves[i] = leaf
         return leaves

@@ -8,13 +8,8 @@ import pytest
 
 from jtrain.parallel.pipeline.schedule import Schedule, choose_schedule, make_schedule
 
-GRID = [
-    (name, stages, microbatches, chunks)
-    for name in ("gpipe", "1f1b", "interleaved")
-    for stages in (1, 2, 3, 4, 8)
-    for microbatches in (1, 2, 3, 4, 8, 9, 17)
-    for chunks in (1, 2, 3)
-]
+NAMES = ("gpipe", "1f1b", "interleaved")
+SIZES = [(s, m, v) for s in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 9, 17) for v in (1, 2, 3)]
 
 
 def events(schedule: Schedule, work: str) -> dict[tuple[int, int, int], tuple[int, int]]:
@@ -30,8 +25,13 @@ def events(schedule: Schedule, work: str) -> dict[tuple[int, int, int], tuple[in
     return found
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), GRID)
-def test_every_piece_of_work_is_done_once_in_an_order_that_its_data_allows(name, stages, microbatches, chunks):
+@pytest.mark.parametrize("name", NAMES)
+def test_every_piece_of_work_is_done_once_in_an_order_that_its_data_allows(name):
+    for stages, microbatches, chunks in SIZES:
+        check_order(name, stages, microbatches, chunks)
+
+
+def check_order(name, stages, microbatches, chunks):
     schedule = make_schedule(name, stages, microbatches, chunks)
     forward, backward = events(schedule, "forward"), events(schedule, "backward")
     whole = {(s, m, v) for s in range(stages) for m in range(microbatches) for v in range(chunks)}
@@ -46,8 +46,13 @@ def test_every_piece_of_work_is_done_once_in_an_order_that_its_data_allows(name,
         assert forward[stage, m, chunk][0] <= backward[stage, m, chunk][0]
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), GRID)
-def test_no_slot_holds_two_inputs_at_once_and_there_are_as_many_as_the_papers_say(name, stages, microbatches, chunks):
+@pytest.mark.parametrize("name", NAMES)
+def test_no_slot_holds_two_inputs_at_once_and_there_are_as_many_as_the_papers_say(name):
+    for stages, microbatches, chunks in SIZES:
+        check_slots(name, stages, microbatches, chunks)
+
+
+def check_slots(name, stages, microbatches, chunks):
     schedule = make_schedule(name, stages, microbatches, chunks)
     forward, backward = events(schedule, "forward"), events(schedule, "backward")
     for stage in range(stages):
@@ -68,8 +73,13 @@ def test_no_slot_holds_two_inputs_at_once_and_there_are_as_many_as_the_papers_sa
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), GRID)
-def test_the_bubble_is_that_of_the_formula(name, stages, microbatches, chunks, training):
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bubble_is_that_of_the_formula(name, training):
+    for stages, microbatches, chunks in SIZES:
+        check_bubble(name, stages, microbatches, chunks, training)
+
+
+def check_bubble(name, stages, microbatches, chunks, training):
     schedule = make_schedule(name, stages, microbatches, chunks, training=training)
     formula = Fraction(stages - 1, microbatches * chunks + stages - 1)
     if chunks == 1 or microbatches % stages == 0:

@@ -21,7 +21,10 @@ _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_LIBRARY = re.compile(r"-packages/(?:jax|jaxlib|flax|optax|chex|orbax)/|/jtrain/ops/(?:logical|stack)\.py:")
+_LIBRARY = re.compile(
+    r"-packages/(?:jax|jaxlib|flax|optax|chex|orbax)/"
+    r"|/jtrain/(?:ops/(?:logical|stack|token_sums)|models/projection)\.py:"
+)
 """Lines that say less than the line that calls them."""
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 

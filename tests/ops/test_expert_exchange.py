@@ -24,7 +24,7 @@ def test_assignments_stand_in_the_order_of_their_experts_and_then_of_their_numbe
 
 def test_rows_are_taken_by_index_and_their_gradients_come_back_to_where_they_were():
     source = np.array([3, -1, 0, 1], np.int32)  # two copies of each of two rows: the third assignment goes nowhere
-    x, ct = jnp.asarray(X[:2]), rng.normal(size=(4, D)).astype(np.float32)
+    x, ct = jnp.asarray(X[:2]), jnp.asarray(rng.normal(size=(4, D)), jnp.float32)
     y, vjp = jax.vjp(lambda x: take_rows(x, source, inverse(source, 4), 2), x)
     np.testing.assert_array_equal(y, [x[1], np.zeros(D), x[0], x[0]])
     np.testing.assert_allclose(vjp(ct)[0], [ct[2] + ct[3], ct[0]], rtol=1e-6)

@@ -227,6 +227,35 @@ def test_variables_beside_parameters_are_carried_and_dropout_follows_seed_and_st
     assert float(two["loss"]) != float(one["loss"])  # another step, another mask
 
 
+class Counting(Linear):
+    """Counts the rows of an update, and ends it by remembering and forgetting them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.rows = nnx.Variable(jnp.int32(0))
+        self.updates = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.rows[...] += x.shape[0]
+        return super().__call__(x)
+
+    def end_step(self):
+        counted = self.rows[...]
+        self.rows[...] = jnp.zeros_like(counted)
+        self.updates[...] += 1
+        return {"rows_counted": counted}
+
+
+@pytest.mark.parametrize("accumulation", (1, 4))
+def test_a_model_ends_every_update_once_after_all_micro_batches(accumulation):
+    program = linear_program(accumulation, model=Counting)
+    first, metrics = program.train_step(program.init(), linear_batch(accumulation))
+    assert (int(metrics["rows_counted"]), int(first.variables["rows"]), int(first.variables["updates"])) == (8, 0, 1)
+    bad = linear_batch(accumulation, y=np.full(ROWS, np.nan, np.float32))
+    second, _ = program.train_step(first, bad)
+    assert int(second.variables["updates"]) == 1  # an update that is skipped has no end
+
+
 def test_evaluation_is_not_random_and_sums_over_micro_batches():
     program = linear_program(model=Normalised, accumulation=2)
     state = program.init()

@@ -85,9 +85,12 @@ COMPUTED = {
     "data.eval": 0.4,
     "mesh.data": 4,
     "mesh.fsdp": 4,
+    "mesh.pipeline": 2,
     "mesh.context": 2,
     "mesh.tensor": 1,
     "mesh.expert": 2,
+    "pipeline.microbatches": 2,
+    "pipeline.virtual_stages": 2,
     "sharding.rules": {"mlp": ("fsdp",)},
     "sharding.optimizer_axes": ("data",),
     "sharding.gradient_axes": ("data",),
@@ -126,6 +129,8 @@ OF_EXPERTS = (
     "model.router_bias_update_rate", "model.first_k_dense_replace", "model.expert_capacity_factor",
 )  # fmt: skip
 
+STAGES = {"mesh.data": 1, "mesh.pipeline": 2, "model.num_hidden_layers": 4, "global_batch_size": 16}
+
 BESIDE = {
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
     "mesh.expert": {"mesh.data": 1, **EXPERTS},
@@ -134,10 +139,14 @@ BESIDE = {
     "devices": {"mesh.data": 1},
     "mesh.data": {"mesh.tensor": 1},
     "mesh.fsdp": {"mesh.data": 1},
+    "mesh.pipeline": {"mesh.data": 1, "model.num_hidden_layers": 4},
     "mesh.context": {"mesh.data": 1},
     "mesh.tensor": {"mesh.data": 4},
     "context.method": {"mesh.data": 1, "mesh.context": 2},
     "context.layout": {"mesh.data": 1, "mesh.context": 2, "context.method": "ring"},
+    "pipeline.microbatches": STAGES,
+    "pipeline.virtual_stages": STAGES,
+    "pipeline.residuals": STAGES,
     "dcn.compression": {"mesh.slices": 2},
     "dcn.rank": {"mesh.slices": 2, "dcn.compression": "powersgd"},
     "dcn.error_feedback": {"mesh.slices": 2, "dcn.compression": "int8"},
@@ -151,7 +160,7 @@ BESIDE = {
 """What else is set to make the value legal, or to make it count."""
 
 _CONDITIONAL = ("schedule.decay_steps", *OF_EXPERTS)
-COMPARED = {name: BESIDE[name] for name in BESIDE if name in _CONDITIONAL or name.startswith("dcn.")}
+COMPARED = {name: BESIDE[name] for name in BESIDE if name in _CONDITIONAL or name.startswith(("dcn.", "pipeline."))}
 """Fields that count beside another choice only: what the value is compared with."""
 
 COMPUTED_CHOICES = {
@@ -165,6 +174,7 @@ COMPUTED_CHOICES = {
     "data.packing": 3,
     "context.method": 2,  # auto is ulysses here
     "context.layout": 2,
+    "pipeline.residuals": 2,
     "optimizer.name": 5,
     "schedule.name": 5,
 }
@@ -194,7 +204,7 @@ SEEN = {
     "data.max_bad_records": "tests/tasks/test_pretrain.py::test_records_without_text_may_be_left_out",
     "data.num_workers": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
     "data.prefetch": "tests/train/test_trainer.py::test_batches_are_read_ahead_on_another_thread_where_that_is_wanted",
-    "mesh.pipeline": "tests/cli/test_main.py::test_a_mistake_gets_one_clear_message_and_64",
+    "pipeline.schedule": "tests/train/test_pipelined.py::test_the_section_says_how_the_step_is_pipelined",
     "mesh.slices": "tests/parallel/test_mesh.py::test_slices_keep_every_axis_but_data_inside_a_slice",
     "sharding.offload_optimizer": "tests/train/test_offload.py::"
     "test_optimizer_state_then_parameters_move_from_the_device_to_the_host",

@@ -19,7 +19,8 @@ from jtrain.models.presets import preset
 from jtrain.parallel.pipeline import executor
 from jtrain.parallel.pipeline.residuals import Residuals
 from jtrain.tasks.pretrain import pretrain_loss
-from jtrain.train.program import build_program, mesh_and_batch
+from jtrain.train.pipelined import Pipeline
+from jtrain.train.program import build_program, mesh_and_batch, pipeline_of
 
 WIDTH, ROWS = 6, 8
 
@@ -29,7 +30,7 @@ class Foreign(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, layers: int = 5, runs: int = 1):
         key = rngs.params()
-        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32) / 3  # noqa: E731
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32) / 3
         self.embed = nnx.Param(draw(0, 3, WIDTH))
         self.blocks = nnx.Param(draw(1, layers, WIDTH, WIDTH))
         self.gains = nnx.Param(1 + draw(2, layers, WIDTH))
@@ -143,7 +144,11 @@ def test_residuals_over_the_weights_of_another_chunk_give_other_gradients(alone,
 @pytest.mark.parametrize(
     ("model", "loss", "words"),
     [
-        (lambda rngs: Foreign(rngs, layers=1), foreign_loss, ["mesh.pipeline=2 stages", "1 layers", "mesh.pipeline: 1"]),
+        (
+            lambda rngs: Foreign(rngs, layers=1),
+            foreign_loss,
+            ["mesh.pipeline=2 stages", "1 layers", "mesh.pipeline: 1"],
+        ),
         (lambda rngs: Foreign(rngs, runs=2), foreign_loss, ["runs the stack of layers twice", "concatenate"]),
         (
             Foreign,
@@ -175,9 +180,31 @@ def test_sections_that_do_not_fit_are_refused_with_the_nearest_that_do(section, 
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "accumulation", "expected"),
+    [
+        ({}, 1, Pipeline("1f1b", 2, 8)),  # at least 4 x 2, and as many as there are rows
+        ({"microbatches": 2}, 1, Pipeline("gpipe", 2, 2)),  # auto: it holds as little, and its program is smaller
+        ({"microbatches": 2}, 2, Pipeline("1f1b", 2, 2)),  # four go through in one run
+        ({"schedule": "gpipe"}, 1, Pipeline("gpipe", 2, 8)),
+        ({"schedule": "1f1b", "microbatches": 1, "residuals": "save"}, 1, Pipeline("1f1b", 2, 1, recompute=False)),
+        ({"virtual_stages": 3}, 1, Pipeline("interleaved", 2, 8, 3)),
+        ({"schedule": "gpipe", "virtual_stages": 2}, 1, Pipeline("gpipe", 2, 8, 2)),
+    ],
+)
+def test_the_section_says_how_the_step_is_pipelined(section, accumulation, expected):
+    fields = {"global_batch_size": 8 * accumulation, "gradient_accumulation_steps": accumulation, "max_steps": 1}
+    config, mesh, batch = mesh_and_batch(
+        load_config(fields | {"mesh": "pipeline=2,data=1", "pipeline": section}, env={}), jax.devices()[:2]
+    )
+    assert pipeline_of(config, mesh, batch) == expected
+
+
 def shapes(p, columns, dtype):
     lead = (p.batch.accumulation, p.batch.total // p.batch.accumulation)
-    made = {name: jax.ShapeDtypeStruct((*lead, *rest), dtype, sharding=p.batch_sharding) for name, rest in columns.items()}
+    made = {
+        name: jax.ShapeDtypeStruct((*lead, *rest), dtype, sharding=p.batch_sharding) for name, rest in columns.items()
+    }
     return made | {"row": jax.ShapeDtypeStruct(lead, jnp.int32, sharding=p.batch_sharding)}
 
 
@@ -189,7 +216,9 @@ def temporary_bytes(microbatches, *, mesh="pipeline=4,data=1", devices=4, shape=
     checked, built, batch = mesh_and_batch(load_config(fields, env={}), jax.devices()[:devices])
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
     decoder = preset("llama-tiny", **sizes | {"num_attention_heads": 2, "remat": "full"} | (shape or {}))
-    p = build_program(checked, lambda rngs: Decoder(decoder, rngs), pretrain_loss(), mesh=built, batch=batch, max_steps=9)
+    p = build_program(
+        checked, lambda rngs: Decoder(decoder, rngs), pretrain_loss(), mesh=built, batch=batch, max_steps=9
+    )
     columns = dict.fromkeys(("input_ids", "labels", "segment_ids", "position_ids"), (64,))
     step = p.train_step.lower(p.plan.abstract, shapes(p, columns, jnp.int32))
     return step.compile({"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes

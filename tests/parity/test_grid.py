@@ -1,0 +1,94 @@
+"""One answer on every mesh: a few cases by default, all of them with `pytest -m grid`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.grid import Case, check
+
+ACCUMULATION = (("gradient_accumulation_steps", 2),)
+
+
+def pipeline(**fields):
+    return tuple(fields.items())
+
+
+SMOKE = [
+    Case("tied", "pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(microbatches=4)),
+    Case("experts", "pipeline=2,data=1", 2, pipeline(microbatches=4)),
+    Case("odd", "pipeline=2,data=1", 2, pipeline(virtual_stages=2, microbatches=4, residuals="save")),
+    Case("dense", "context=2,fsdp=2,tensor=2,data=1", 8),
+    Case("experts", "expert=2,fsdp=2,data=1", 4),
+]
+
+STAGED = [
+    *(
+        Case(variant, mesh, devices, section)
+        for variant in ("dense", "odd", "experts")
+        for mesh, devices, section in (
+            ("pipeline=2,data=1", 2, pipeline(schedule="gpipe", microbatches=4)),
+            ("pipeline=4,data=1", 4, pipeline(schedule="1f1b", microbatches=8)),
+            ("pipeline=4,data=2", 8, pipeline(schedule="1f1b", microbatches=4, residuals="save")),
+            ("pipeline=2,fsdp=2,data=2", 8, pipeline(microbatches=4)),
+            ("pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(microbatches=8, residuals="save")),
+            ("pipeline=2,tensor=2,data=2", 8, pipeline(virtual_stages=2, microbatches=4)),
+            ("pipeline=2,fsdp=4,data=1", 8, pipeline(virtual_stages=2, microbatches=2, residuals="save")),
+        )
+    ),
+    Case("tied", "pipeline=2,data=1", 2, pipeline(schedule="gpipe", virtual_stages=2, microbatches=4)),
+    Case("tied", "pipeline=2,fsdp=2,data=1", 4, pipeline(microbatches=4), ACCUMULATION),
+    Case("tied", "pipeline=4,tensor=2,data=1", 8, pipeline(microbatches=16)),
+    Case("tied", "pipeline=2,context=2,data=1", 4, pipeline(microbatches=4)),
+    Case("dense", "pipeline=2,context=2,fsdp=2,data=1", 8, pipeline(microbatches=4)),
+    Case("dense", "pipeline=3,data=1", 3, pipeline(microbatches=8)),  # M not divisible by S, layers neither
+    Case("odd", "pipeline=2,fsdp=2,data=1", 4, pipeline(virtual_stages=2, microbatches=2), ACCUMULATION),
+    Case("balanced", "pipeline=2,fsdp=2,data=1", 4, pipeline(microbatches=4), ACCUMULATION),
+    Case("balanced", "pipeline=2,tensor=2,data=2", 8, pipeline(virtual_stages=2, microbatches=4)),
+]
+
+FLAT = [
+    *(
+        Case(variant, mesh, devices, (), more)
+        for variant in ("dense", "odd", "experts")
+        for mesh, devices, more in (
+            ("data=8", 8, ()),
+            ("fsdp=8,data=1", 8, ()),
+            ("tensor=4,data=2", 8, ACCUMULATION),
+            ("data=2,fsdp=2,tensor=2", 8, ()),
+            ("context=2,data=4", 8, ()),
+            ("context=4,tensor=2,data=1", 8, ()),
+            ("context=2,fsdp=2,tensor=2,data=1", 8, ACCUMULATION),
+        )
+    ),
+    *(
+        Case(variant, mesh, devices, (), more)
+        for variant in ("experts", "balanced")
+        for mesh, devices, more in (
+            ("expert=2,data=1", 2, ()),
+            ("expert=4,data=2", 8, ()),
+            ("expert=2,tensor=2,fsdp=2,data=1", 8, ACCUMULATION),
+            ("expert=2,fsdp=2,data=2", 8, ()),
+            ("expert=4,tensor=2,data=1", 8, ()),
+        )
+    ),
+    Case("tied", "context=8,data=1", 8, (), ACCUMULATION),
+    Case("tied", "context=2,tensor=4,data=1", 8),
+    Case("tied", "fsdp=4,tensor=2,data=1", 8),
+    Case("balanced", "context=2,fsdp=2,data=2", 8),
+    Case("dense", "data=4,fsdp=2", 8, (), (("sharding", {"gradient_axes": ["data"], "optimizer_axes": ["data"]}),)),
+]
+
+
+@pytest.mark.parametrize("case", SMOKE, ids=str)
+def test_a_few_meshes_give_the_answer_of_one_device(case):
+    check(case)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [*STAGED, *FLAT], ids=str)
+def test_every_mesh_gives_the_answer_of_one_device(case):
+    check(case)
+
+
+def test_the_grid_is_as_large_as_promised():
+    assert len({str(case) for case in [*SMOKE, *STAGED, *FLAT]}) >= 60

@@ -48,8 +48,7 @@ class Attention(nnx.Module):
         v = constrain(v, "batch", "sequence", "kv_heads", None)
         q, k, v = (checkpoint_name(a, remat.QKV) for a in (q, k, v))
         y = attention(q, k, v, segment_ids=segment_ids_BL, kernel=self.config.attention)
-        y = checkpoint_name(constrain(y, "batch", "sequence", "heads", None), remat.ATTENTION)
-        return checkpoint_name(self.o_proj(y), remat.OUT)
+        return checkpoint_name(self.o_proj(constrain(y, "batch", "sequence", "heads", None)), remat.OUT)
 
 
 def kv_repeats(config: DecoderConfig, ways: int) -> int:

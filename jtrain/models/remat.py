@@ -21,8 +21,9 @@ from typing import Any
 import jax
 
 from jtrain.models.config import Remat
+from jtrain.ops.context import RESULT
 
-QKV, ATTENTION, OUT, EXPERTS = "qkv", "attention", "out", "experts"
+QKV, ATTENTION, OUT, EXPERTS = "qkv", RESULT, "out", "experts"
 """Names that the layer gives to its intermediate values with `checkpoint_name`."""
 
 

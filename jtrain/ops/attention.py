@@ -18,9 +18,10 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jtrain.errors import ConfigError
-from jtrain.ops.context import context_method, context_ways, current_options
+from jtrain.ops.context import RESULT, context_method, context_ways, current_options
 from jtrain.ops.logical import current_mesh, mesh_axis_size
 from jtrain.ops.ring_attention import ring_attention
 from jtrain.ops.splash import local_splash_attention, splash_attention
@@ -55,7 +56,8 @@ def attention(
       kernel: which kernel; auto chooses by the platform of the mesh in force and by shape.
 
     Returns:
-      [B, L, H, Dh] in the type of q.
+      [B, L, H, Dh] in the type of q. It bears the name `RESULT` for remat policies, and so does, under the ring, what
+      else its backward pass needs.
 
     Raises:
       ConfigError: the kernel can't run here, or not with this shape or type.
@@ -69,8 +71,8 @@ def attention(
         return _across_devices(q, k, v, segment_ids, mask, kernel, ways)
     name = chosen_kernel(kernel, platform=platform(), length=q.shape[1], head_dim=q.shape[-1], dtype=q.dtype)
     if name == "splash":
-        return splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
-    return _plain(name, q, k, v, segment_ids, mask)
+        return checkpoint_name(splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict()), RESULT)
+    return checkpoint_name(_plain(name, q, k, v, segment_ids, mask), RESULT)
 
 
 class _Mask(NamedTuple):
@@ -123,7 +125,7 @@ def _across_devices(
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
         return _plain(name, q, k, v, segments, mask)
 
-    return ulysses_attention(q, k, v, segment_ids=segment_ids, local=local)
+    return checkpoint_name(ulysses_attention(q, k, v, segment_ids=segment_ids, local=local), RESULT)
 
 
 def platform() -> str:

@@ -29,6 +29,10 @@ ULYSSES_LENGTH = 32_768
 (TPU's splash does not), and from here on a hop of the ring hides behind the computation of a block anyway."""
 
 
+RESULT = "attention"
+"""Name (`checkpoint_name`) of what a remat policy has to keep so that attention is not computed again."""
+
+
 @dataclass(frozen=True)
 class ContextOptions:
     """Section `context` of the config."""

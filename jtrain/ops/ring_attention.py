@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jtrain.ops.context import Places, attention_places
+from jtrain.ops.context import RESULT, Places, attention_places
 from jtrain.ops.zigzag import zigzag_ways
 
 BLOCK = 512
@@ -101,7 +102,7 @@ def _forward(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, segments: ja
     mapped = region.shard_map(
         partial(_forward_local, ring), in_specs=(of_q, of_kv, of_kv, *specs), out_specs=(of_q, of_lse)
     )
-    out, lse = mapped(q, k, v, *given)
+    out, lse = (checkpoint_name(x, RESULT) for x in mapped(q, k, v, *given))
     return out, (q, k, v, segments, out, lse)
 
 

@@ -69,8 +69,9 @@ def local_splash_attention(
     """The kernel on arrays that one device holds, inside a manual region."""
     if segment_ids is None:
         segment_ids = jnp.ones(q_BLHDh.shape[:2], jnp.int32)
-    mask = {"causal": causal, "window": window, "scale": scale}
-    return _local(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids, **mask, interpret=interpret)
+    return _local(
+        q_BLHDh, k_BLKDh, v_BLKDh, segment_ids, causal=causal, window=window, scale=scale, interpret=interpret
+    )
 
 
 def _local(

@@ -5,6 +5,9 @@ Padding exists inside the traced program only: parameters, gradients and logits 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jtrain.ops.collectives import sum_over
 from jtrain.ops.logical import constrain, gathered, logical_spec, manual_axes, mesh_axis_size, pin
+from jtrain.ops.region import axes_of, free_region
 from jtrain.ops.token_sums import by_group, meet
 
 
@@ -42,28 +46,44 @@ def embedding_lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
     return _lookup(pad_vocabulary(table_VD, 0), ids_BL)
 
 
-def local_tokens(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Numbers of tokens within this device's part of a vocabulary that manual axes cut.
-
-    Args:
-      ids: tokens, any shape.
-      size: tokens of a part.
-
-    Returns:
-      The numbers (out of range where the token lies elsewhere), and whether the token lies here.
-    """
-    axes = manual_axes("vocab")
-    local = ids - jax.lax.axis_index(axes) * size if axes else ids
-    return local, (local >= 0) & (local < size)
-
-
 @jax.custom_vjp
 def _lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
     if not manual_axes("vocab"):
         return jnp.take(table_VD, ids_BL, axis=0, mode="clip")
-    local, here = local_tokens(ids_BL, table_VD.shape[0])
-    rows = jnp.where(here[..., None], jnp.take(table_VD, local, axis=0, mode="clip"), 0)
-    return sum_over(rows.astype(table_VD.dtype), manual_axes("vocab"))
+
+    def local(table_VD: jax.Array, ids_BL: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        places = _places(ids_BL, table_VD.shape[0], axes)
+        here = (places >= 0) & (places < table_VD.shape[0])
+        return jnp.where(here[..., None], jnp.take(table_VD, places, axis=0, mode="clip"), 0).astype(table_VD.dtype)
+
+    rows = _by_hand(local, table_VD.shape, (ids_BL,), backward=False)(table_VD, ids_BL)
+    return sum_over(rows, manual_axes("vocab"))
+
+
+def _places(ids: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:
+    """Numbers of tokens within this device's part [size] of the vocabulary that `axes` cut; elsewhere out of range."""
+    return ids - jax.lax.axis_index(axes) * size
+
+
+def _by_hand(local: Any, shape_VD: tuple[int, ...], tokens: tuple[jax.Array, ...], *, backward: bool) -> Any:
+    """`local(*arrays, axes of the vocabulary)` on the shares of a device, whatever axes are still automatic here.
+
+    XLA's partitioner aborts on a gather from a table that an automatic axis cuts, at tokens that another one cuts,
+    inside of a manual region (jaxlib 0.12.0.1, spmd_partitioner_util.cc): so every axis is manual.
+    """
+    region, held = free_region(), manual_axes("vocab")
+    if region is None:
+        return lambda *arrays: local(*arrays, held)
+    table = logical_spec(shape_VD, "vocab", None)
+    specs = [logical_spec(x.shape, "batch", "sequence", *[None] * (x.ndim - 2)) for x in tokens]
+    cut, divided = axes_of(table[0]), (*axes_of(specs[0][0]), *axes_of(specs[0][1]))
+
+    def summed(*arrays: jax.Array) -> jax.Array:
+        return sum_over(local(*arrays, (*held, *cut)), divided if backward else cut)
+
+    if backward:
+        return region.shard_map(summed, in_specs=tuple(specs), out_specs=table)
+    return region.shard_map(summed, in_specs=(table, *specs), out_specs=PartitionSpec(*specs[0], None))
 
 
 def _lookup_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -74,10 +94,18 @@ def _lookup_forward(table_VD: jax.Array, ids_BL: jax.Array) -> tuple[jax.Array, 
 def _lookup_backward(residuals: tuple[jax.Array, jax.Array], d_BLD: jax.Array) -> tuple[jax.Array, np.ndarray]:
     like, ids_BL = residuals
     wide = jnp.promote_types(d_BLD.dtype, jnp.float32)
-    if manual_axes("vocab"):
-        local, here = local_tokens(ids_BL, like.shape[0])
-        ids_BL = jnp.where(here, local, like.shape[0])  # out of range: dropped
     shape = (like.shape[0], d_BLD.shape[-1])
+    none = np.zeros(ids_BL.shape, jax.dtypes.float0)
+    if manual_axes("vocab"):
+
+        def local(ids_BL: jax.Array, d_BLD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+            size = shape[0] // math.prod(jax.lax.axis_size(axis) for axis in axes if axis not in manual_axes("vocab"))
+            places = _places(ids_BL, size, axes)
+            places = jnp.where(places < 0, size, places)  # out of range: dropped
+            return jnp.zeros((size, shape[1]), wide).at[places].add(d_BLD, mode="drop")
+
+        d = d_BLD.astype(wide)
+        return _by_hand(local, shape, (ids_BL, d), backward=True)(ids_BL, d).astype(like.dtype), none
     ids, axes = by_group(ids_BL, shape, "vocab", "embed")
     d, _ = by_group(d_BLD.astype(wide), shape, "vocab", "embed")
     zeros = jnp.zeros((*ids.shape[: len(axes)], *shape), wide)
@@ -90,7 +118,7 @@ def _lookup_backward(residuals: tuple[jax.Array, jax.Array], d_BLD: jax.Array) -
         add = jax.vmap(add)
     # The sum over the ranks goes straight to where the table is stored.
     d_VD = meet(add(zeros, ids, d), axes, "vocab", "embed")
-    return d_VD.astype(like.dtype), np.zeros(ids_BL.shape, jax.dtypes.float0)
+    return d_VD.astype(like.dtype), none
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -1,7 +1,8 @@
-"""Schedules: every piece of work once, in an order that its data allows, with the memory and the bubble of the papers."""
+"""Schedules: each piece of work once, in an order that its data allows, with the slots and the bubble of the papers."""
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -63,7 +64,7 @@ def check_slots(name, stages, microbatches, chunks):
                 lives.setdefault(slot, []).append((start, backward[s, m, v][0]))
         for spans in lives.values():
             spans.sort()
-            assert all(a[1] < b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
     if name == "gpipe":
         assert schedule.slots == microbatches * chunks
     elif chunks == 1:

@@ -16,11 +16,18 @@ CONFIG = {
     "precision": "bf16-mixed",
     "mesh": {"data": 1, "fsdp": 4},
 }
-SHAPE = {"name": "llama-15m", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+SHAPE = {
+    "name": "llama-15m",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_size": 256,
+}
 
 
-def compiled(sharding: dict, remat: str = "full") -> dict:
-    given = {"config": CONFIG | {"sharding": sharding}, "shape": SHAPE | {"remat": remat}}
+def compiled(sharding: dict, remat: str = "full", mesh: dict | None = None, **shape) -> dict:
+    config = CONFIG | {"sharding": sharding, "mesh": mesh or CONFIG["mesh"]}
+    given = {"config": config, "shape": SHAPE | {"remat": remat} | shape}
     script = Path(__file__).with_name("tpu_compile.py")
     done = subprocess.run(
         [sys.executable, str(script), "v5e:2x2", json.dumps(given)], capture_output=True, text=True, timeout=280
@@ -46,3 +53,11 @@ def test_the_offload_policy_keeps_activations_on_the_host():
 
 def test_splash_attention_is_in_the_program_of_a_tpu():
     assert compiled({})["splash"] > 0
+
+
+def test_experts_run_by_megablox_and_tokens_travel_by_a_ragged_exchange_on_a_tpu():
+    experts = {"num_experts": 8, "moe_intermediate_size": 256}
+    found = compiled({}, mesh={"data": 1, "fsdp": 2, "expert": 2}, **experts)
+    assert found["gmm"] > 0
+    # There and back: forward, again for the backward pass, and backward.
+    assert found["ragged_all_to_all"] == 6

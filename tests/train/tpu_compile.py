@@ -54,6 +54,8 @@ def main() -> None:
                 "peak_bytes": memory.peak_memory_in_bytes,
                 "host_buffers": text.count("S(5)"),
                 "splash": text.count("splash"),
+                "gmm": text.count("gmm"),
+                "ragged_all_to_all": text.count(" ragged-all-to-all-start("),
             }
         )
     )

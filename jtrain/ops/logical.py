@@ -114,11 +114,12 @@ def gathered(x: jax.Array, at_use: tuple[str | None, ...], stored: tuple[str | N
     The gradient of a plain `constrain` is pinned to the place of use: a sum over the data-parallel devices would first
     be made whole everywhere.
     """
-    return constrain(x, *at_use)
+    # Pinned where it is stored first: a cast before it would else be done after the gather, which sends more bytes.
+    return constrain(constrain(x, *stored), *at_use)
 
 
 def _gathered_forward(x: jax.Array, at_use: tuple[str | None, ...], stored: tuple[str | None, ...]) -> Any:
-    return constrain(x, *at_use), None
+    return constrain(constrain(x, *stored), *at_use), None
 
 
 def _gathered_backward(at_use: tuple[str | None, ...], stored: tuple[str | None, ...], _: None, d: jax.Array) -> Any:

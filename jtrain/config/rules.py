@@ -53,14 +53,13 @@ def check(config: Config) -> Config:
         )
     _across_slices(config)
     _context_kernel(config)
-    if config.mesh.context > 1:
-        check_context_length(config, config.mesh.context)
     if isinstance(config.devices, int):
         mesh = resolve_mesh(config.mesh, config.devices)
         check_context_length(config, mesh["context"])
         check_slices(config, mesh)
         resolve_batch(config, data_ranks(mesh))
     else:
+        check_context_length(config, max(config.mesh.context, 1))
         _batch_numbers(config)
     return config
 
@@ -286,13 +285,18 @@ def _nearest_meshes(sizes: dict[str, int], n_devices: int, count: int = 3) -> li
     def change(mesh: dict[str, int]) -> float:
         return sum(abs(math.log2(mesh[axis] / size)) for axis, size in sizes.items() if size != -1)
 
-    def legal() -> Iterator[dict[str, int]]:
-        divisors = [d for d in range(1, n_devices + 1) if n_devices % d == 0]
-        for fsdp in divisors:
-            for tensor in (d for d in divisors if (n_devices // fsdp) % d == 0):
-                yield dict.fromkeys(AXES, 1) | {"data": n_devices // fsdp // tensor, "fsdp": fsdp, "tensor": tensor}
+    # Axes that were not asked for stay 1, but for those that fit any model.
+    asked = [axis for axis in AXES if axis in ("fsdp", "tensor") or (axis != "data" and sizes[axis] != 1)]
 
-    return sorted(legal(), key=change)[:count]
+    def legal(axes: list[str], left: int) -> Iterator[dict[str, int]]:
+        if not axes:
+            yield dict.fromkeys(AXES, 1) | {"data": left}
+            return
+        for size in (d for d in range(1, left + 1) if left % d == 0):
+            for rest in legal(axes[1:], left // size):
+                yield rest | {axes[0]: size}
+
+    return sorted(legal(asked, n_devices), key=change)[:count]
 
 
 def data_ranks(mesh: dict[str, int]) -> int:

@@ -18,7 +18,7 @@ from jtrain.models.attention import kv_repeats
 from jtrain.models.config import DecoderConfig
 from jtrain.models.presets import preset
 from jtrain.ops.attention import chosen_kernel
-from jtrain.ops.context import context_method
+from jtrain.ops.context import Method, context_method
 from jtrain.ops.grouped_matmul import chosen_expert_kernel
 from jtrain.parallel.pipeline.layout import check_layers
 from jtrain.parallel.sharding import RULES
@@ -34,7 +34,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
 
     Raises:
       ConfigError: an unknown preset, a row longer than the model takes, a sharding rule for no dimension of it, heads
-        that `mesh.tensor` does not divide, experts that `mesh.expert` does not divide.
+        that `mesh.tensor` or `mesh.context` does not divide, experts that `mesh.expert` does not divide.
       DataError: a tokenizer with more tokens than the model's vocabulary.
     """
     section = config.model
@@ -63,6 +63,8 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
             )
     if config.mesh.tensor > 1:
         check_tensor(shape, config.mesh.tensor)
+    if config.mesh.context > 1:
+        check_context(config, shape, context=config.mesh.context, tensor=max(config.mesh.tensor, 1))
     check_experts(shape, config.mesh.expert, config.mesh.context)
     check_pipeline(shape, config.mesh.pipeline, config.pipeline.virtual_stages)
     return shape
@@ -180,25 +182,34 @@ def experts_name(shape: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> str | No
     return text if ways == 1 else f"{text}, {exchange} over expert={ways}"
 
 
+def check_context(config: Config, shape: DecoderConfig, *, context: int, tensor: int) -> Method | None:
+    """How the tokens of a row on `context` devices meet; None on one device.
+
+    Raises:
+      ConfigError: a length, heads or a kernel that can't be so; the message names the nearest choice that can.
+    """
+    check_context_length(config, context)
+    if context == 1:
+        return None
+    return context_method(
+        config.context.method,
+        shape.attention,
+        length=config.max_length,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.kv_heads * kv_repeats(shape, tensor),
+        context=context,
+        tensor=tensor,
+    )
+
+
 def attention_name(config: Config, shape: DecoderConfig, mesh: Mesh, dtype: jnp.dtype) -> str:
     """What attention runs on this mesh, for the log: a kernel, and how the tokens of a row meet.
 
     Raises:
-      ConfigError: a kernel, a length or heads that can't be so; the message names the nearest choice that can.
+      ConfigError: see `check_context`; a kernel that can't run here.
     """
-    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    check_context_length(config, context)
-    method = None
-    if context > 1:
-        method = context_method(
-            config.context.method,
-            shape.attention,
-            length=config.max_length,
-            heads=shape.num_attention_heads,
-            kv_heads=shape.kv_heads * kv_repeats(shape, tensor),
-            context=context,
-            tensor=tensor,
-        )
+    context = mesh.shape["context"]
+    method = check_context(config, shape, context=context, tensor=mesh.shape["tensor"])
     if method == "ring":
         return f"ring over context={context}, {config.context.layout}"
     kernel = chosen_kernel(

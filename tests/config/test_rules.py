@@ -128,6 +128,11 @@ def test_the_nearest_meshes_are_legal():
         assert resolve_mesh(config(mesh=mesh).mesh, 24)
 
 
+def test_the_nearest_meshes_keep_the_axes_that_were_asked_for():
+    assert "mesh: context=8, or " in refused(mesh="data=1,context=6", devices=8)
+    assert "pipeline=4,tensor=2" in refused(mesh="data=1,pipeline=3,tensor=2", devices=8)
+
+
 def test_slices_are_spanned_by_data_or_fsdp():
     assert resolve_mesh(config(mesh="fsdp=4,slices=2").mesh, 8)["data"] == 2
     assert resolve_mesh(config(mesh="data=1,fsdp=8,slices=2").mesh, 8)["fsdp"] == 8

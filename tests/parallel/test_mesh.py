@@ -70,5 +70,3 @@ def test_fsdp_spans_the_slices_where_data_does_not():
 def test_a_product_that_is_not_the_number_of_devices_shows_the_arithmetic():
     with pytest.raises(ConfigError, match=r"3.*8 devices"):
         make_mesh("data=1,fsdp=3", devices=jax.devices())
-    with pytest.raises(ConfigError, match="not built yet"):
-        make_mesh("pipeline=2")

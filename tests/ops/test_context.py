@@ -1,9 +1,18 @@
+import math
+import re
+
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.errors import ConfigError
+from jtrain.observe.hlo import analyze
+from jtrain.observe.partitioned import compile_and_partition
 from jtrain.ops.context import ULYSSES_LENGTH, balanced_ways, context_method
+from jtrain.ops.cross_entropy import cross_entropy
 
-from .across import across, make_mesh
+from .across import CHEAP, across, make_mesh
 
 SHAPE = {"length": 4096, "heads": 32, "kv_heads": 8, "context": 8}
 
@@ -61,3 +70,31 @@ def test_a_loss_orders_its_rows_for_a_ring_only():
     with across(make_mesh(context=4), "auto"):
         assert balanced_ways("auto", **heads) == 1
         assert balanced_ways("auto", **heads | {"kv_heads": 2}) == 4
+
+
+def test_logits_of_a_chunk_are_divided_and_nothing_of_the_row_is_gathered():
+    b, length, d, vocab = 2, 64, 8, 510
+    mesh = make_mesh(context=4)
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(0, 1, (b, length, d)).astype("f"), rng.normal(0, 1, (d, vocab)).astype("f")
+    targets = rng.integers(0, vocab, (b, length))
+
+    def loss(hidden, head):
+        return cross_entropy(hidden, head, targets, chunk_size=32)[0]
+
+    def divided(hidden, head):
+        with across(mesh):
+            return jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
+
+    place = NamedSharding(mesh, PartitionSpec(None, "context"))
+    hidden = jax.device_put(hidden, place)
+    lowered = jax.jit(divided, compiler_options=CHEAP, out_shardings=(None, (place, None))).lower(hidden, head)
+    compiled, text = compile_and_partition(lowered)
+    shapes = [tuple(map(int, x.split(","))) for x in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())]
+    assert max(map(math.prod, shapes)) == b * (32 // 4) * vocab
+    collectives = analyze(text, dict(mesh.shape)).collectives
+    assert {c.op for c in collectives} == {"all-reduce"}  # the loss's figures, and the gradient of the head
+    assert max(c.bytes for c in collectives) == 4 * d * vocab
+
+    expected = jax.value_and_grad(loss, argnums=(0, 1))(np.asarray(hidden), head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), compiled(hidden, head), expected)

@@ -132,6 +132,12 @@ def _notes(cost: HloCost, platform: str) -> list[str]:
             "collectives are those of the partitioned program, before XLA:CPU merges and widens them; an all-reduce of "
             "which each device keeps its part counts as the reduce-scatter that TPU and GPU make of it"
         )
+    branches = sorted({_place(c.source) or "?" for c in cost.collectives if c.conditional})
+    if branches:
+        notes.append(
+            f"collectives of {', '.join(branches)} stand in a branch and are counted as if every update took it; with "
+            "dcn.local_steps: H one in H does"
+        )
     if cost.unknown_loops:
         notes.append(f"loops whose trips can't be told are counted once: {', '.join(cost.unknown_loops)}")
     return notes

@@ -101,3 +101,15 @@ def test_the_tables_show_totals_by_axis_and_memory(config, capsys):
 def test_a_mesh_that_can_not_be_is_answered_before_anything_is_compiled(config, capsys):
     assert main(["explain", config, *FLAGS, "--mesh", "fsdp=3,tensor=2"]) == Exit.CONFIG
     assert "8 devices" in capsys.readouterr().err
+
+
+def test_a_branch_that_not_every_update_takes_is_noted(tmp_path, capsys):
+    file = tmp_path / "local.yaml"
+    file.write_text(
+        "{max_steps: 4, max_length: 16, global_batch_size: 4, precision: 32-true, accelerator: cpu, devices: 2,\n"
+        " mesh: {data: 2, slices: 2}, dcn: {local_steps: 2}, compile_cache: '', data: {train: [a.txt]},\n"
+        " model: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1}}\n"
+    )
+    assert main(["explain", str(file)]) == Exit.DONE
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "collectives of jtrain/train/across_slices.py" in printed and "dcn.local_steps: H one in H does" in printed

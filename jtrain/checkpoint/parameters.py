@@ -1,9 +1,10 @@
-"""Parameters alone, from another run's checkpoint."""
+"""What a model has learned, from another run's checkpoint: parameters, and what it keeps beside them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 from etils import epath
 
 from jtrain.checkpoint import arrays
@@ -33,6 +34,31 @@ def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str =
     arrays.require_equal(saved, arrays.records(wanted), str(folder), remedy)
     restored = arrays.read_arrays(folder / "state", wanted, partial=True)
     return arrays.unflatten(abstract_params, {name.removeprefix(f"{prefix}/"): x for name, x in restored.items()})
+
+
+def load_variables(path: epath.PathLike, fresh: Any, *, prefix: str = "variables") -> Any:
+    """What the model of a run kept beside its parameters (batch statistics, the balancing bias of experts).
+
+    Args:
+      path: as for `load_parameters`.
+      fresh: pytree of arrays, in their place; those that the checkpoint has not, or in another shape or type, stay.
+      prefix: where they stand in the saved state.
+
+    Raises:
+      CheckpointError: there is no intact checkpoint.
+    """
+    values = {f"{prefix}/{name}": leaf for name, leaf in arrays.flatten(fresh).items()}
+    if not values:
+        return fresh
+    folder, manifest = _intact(run_path(path))
+    wanted = {
+        name: jax.ShapeDtypeStruct(values[name].shape, values[name].dtype, sharding=values[name].sharding)
+        for name, record in arrays.records(values).items()
+        if manifest.arrays.get(name) == record
+    }
+    if wanted:
+        values |= arrays.read_arrays(folder / "state", wanted, partial=True)
+    return arrays.unflatten(fresh, {name.removeprefix(f"{prefix}/"): x for name, x in values.items()})
 
 
 def _intact(path: epath.Path) -> tuple[epath.Path, Manifest]:

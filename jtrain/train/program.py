@@ -80,12 +80,14 @@ class Program:
         return make_forward(self.model, self.plan, function, compiler_options=_options(self.config, self.mesh))
 
     def init_from(self, source: str) -> TrainState:
-        """The initial state with the parameters of a run or checkpoint in place of drawn ones.
+        """The initial state with what a run or checkpoint has learned in place of what would be drawn.
+
+        That is its parameters, and what its model keeps beside them where this model keeps it as well.
 
         Raises:
           CheckpointError: it holds no intact checkpoint, or one of another model.
         """
-        from jtrain.checkpoint.parameters import load_parameters
+        from jtrain.checkpoint.parameters import load_parameters, load_variables
 
         # The drawn parameters are freed before the others are read.
         fresh = dataclasses.replace(self.init(), params=None, ema=None, across=None)
@@ -95,7 +97,8 @@ class Program:
         across = None
         if self.plan.across is not None:
             across = jax.jit(self.plan.across.begin, out_shardings=self.plan.shardings.across)(params)
-        return dataclasses.replace(fresh, params=params, ema=ema, across=across)
+        variables = load_variables(source, fresh.variables)
+        return dataclasses.replace(fresh, params=params, variables=variables, ema=ema, across=across)
 
 
 def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:

@@ -2,6 +2,7 @@ import pytest
 from checkpoint_states import abstract, make_mesh, make_state, numpy_params, same_bits
 
 from jtrain.checkpoint import Checkpoints, load_parameters
+from jtrain.checkpoint.parameters import load_variables
 from jtrain.errors import CheckpointError
 
 
@@ -52,3 +53,13 @@ def test_a_damaged_newest_step_is_passed_over_and_left_where_it_is(source, mesh)
 def test_a_folder_without_checkpoints_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
         load_parameters(tmp_path, {})
+
+
+def test_what_a_model_keeps_beside_parameters_is_taken_where_both_have_it(source, mesh):
+    fresh = make_state(0, mesh)["params"]
+    # The helper's parameters stand for variables here: one that fits, one of another shape, one that is new.
+    asked = {"w": fresh["w"], "b": fresh["b"][:2], "new": fresh["b"]}
+    found = load_variables(source, asked, prefix="params")
+    assert same_bits(found["w"], numpy_params(2)["w"]) and found["w"].sharding == fresh["w"].sharding
+    assert found["b"] is asked["b"] and found["new"] is asked["new"]
+    assert load_variables(source / "nowhere", {}) == {}

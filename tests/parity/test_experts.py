@@ -112,6 +112,15 @@ def test_a_run_that_stops_goes_on_with_its_bias(corpus, reference, tmp_path):
     assert bits(trainer.state.variables) == bits(reference[2])
 
 
+def test_a_run_that_starts_from_another_takes_its_bias(corpus, reference, tmp_path):
+    config = settings(corpus, tmp_path / "first", max_steps=2, model=MODEL)
+    bias = jax.device_get(train(config)[0].state.variables["router_bias"])
+    assert bias.any()
+    start = {"save_steps": 0, "best": None, "init_from": str(tmp_path / "first")}
+    second = PretrainTrainer(settings(corpus, tmp_path / "second", max_steps=2, model=MODEL, checkpoint=start))
+    np.testing.assert_array_equal(second.program.init_from(start["init_from"]).variables["router_bias"], bias)
+
+
 def test_dropped_tokens_are_logged_where_experts_have_a_capacity(corpus, tmp_path):
     tight = {"num_experts": 4, "expert_capacity_factor": 0.5, "num_hidden_layers": 1, "dropout": 0.0}
     config = settings(corpus, tmp_path / "run", max_steps=2, model=tight)

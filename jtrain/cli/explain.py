@@ -91,6 +91,8 @@ def _print(found: dict[str, Any], besides: dict[str, Any]) -> None:
             ("peak", f"{found['peak_memory_bytes']:,}"),
         ],
     )
+    if besides["pipeline"]:
+        console.print(besides["pipeline"], soft_wrap=True, markup=False)
     for note in besides["notes"]:
         console.print(f"Note: {note}.")
 

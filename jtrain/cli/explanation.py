@@ -33,7 +33,7 @@ def explain(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Returns:
       The keys of `jtrain explain --json`, and what the tables show besides: `mesh` (axis -> size), `sent` (axis ->
-      bytes that a device sends a step), `state_bytes`, `notes`.
+      bytes that a device sends a step), `state_bytes`, `pipeline` (the schedule as a picture), `notes`.
 
     Raises:
       JtrainError: the config can't be run; a missing tokenizer is the only file that is looked for.
@@ -59,6 +59,7 @@ def explain(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         "mesh": dict(program.mesh.shape),
         "sent": cost.wire_bytes_by_axis(),
         "state_bytes": bytes_per_device(program.plan.abstract),
+        "pipeline": None if program.pipeline is None else program.pipeline.tables(program.batch.accumulation).picture(),
         "notes": _notes(cost, platform),
     }
     return found, besides

@@ -22,7 +22,7 @@ from jtrain.ops.logical import logical_rules
 from jtrain.ops.stack import Body, stack_runner
 from jtrain.parallel.pipeline.executor import Parts, run_pipeline
 from jtrain.parallel.pipeline.layout import PIPELINE, Division, Layout, as_spec, check_layers, manual_part
-from jtrain.parallel.pipeline.schedule import make_schedule
+from jtrain.parallel.pipeline.schedule import Schedule, make_schedule
 from jtrain.train.gradients import Batch, GradientFn, in_their_place, per_micro_batch
 from jtrain.train.loss import Loss, LossFn, call_loss
 from jtrain.train.model import FunctionalModel
@@ -49,6 +49,12 @@ class Pipeline:
     microbatches: int
     chunks: int = 1
     recompute: bool = True
+
+    def tables(self, accumulation: int, *, training: bool = True) -> Schedule:
+        """The schedule of a step of so many accumulation micro-batches: all of them go through in one run."""
+        return make_schedule(
+            self.schedule, self.stages, self.microbatches * accumulation, self.chunks, training=training
+        )
 
 
 def pipelined_gradients(model: FunctionalModel, loss_fn: LossFn, plan: StatePlan, pipeline: Pipeline) -> GradientFn:
@@ -136,8 +142,7 @@ class _Region:
     ) -> Any:
         model = _Split(self, stack, layouts, [layout.gather(x) for layout, x in zip(layouts, params, strict=True)])
         micro_batches = self._micro_batches(batch, self.pipeline.microbatches)
-        count = jax.tree.leaves(micro_batches)[0].shape[0]
-        schedule = make_schedule(self.pipeline.schedule, self.pipeline.stages, count, self.pipeline.chunks)
+        schedule = self.pipeline.tables(jax.tree.leaves(batch)[0].shape[0])
         shared = model.shared(variables, micro_batches, rng)
         loss, after, grads = run_pipeline(
             model.parts(variables, rng, scale, shared),
@@ -166,10 +171,8 @@ class _Region:
         rows = jax.tree.leaves(batch)[0].shape[1]
         split = max(m for m in range(1, min(self.pipeline.microbatches, rows) + 1) if rows % m == 0)
         micro_batches = self._micro_batches(batch, split)
-        count = jax.tree.leaves(micro_batches)[0].shape[0]
-        schedule = make_schedule(
-            self.pipeline.schedule, self.pipeline.stages, count, self.pipeline.chunks, training=False
-        )
+        pipeline = dataclasses.replace(self.pipeline, microbatches=split)
+        schedule = pipeline.tables(jax.tree.leaves(batch)[0].shape[0], training=False)
         parts = model.parts(variables, None, jnp.ones(()), [])
         loss, _, _ = run_pipeline(parts, schedule, PIPELINE, model.stack, model.rest, [], variables, micro_batches)
         return sum_over(loss, self.rows)

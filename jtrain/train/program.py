@@ -56,6 +56,7 @@ class Program:
       train_step: jitted `(state, batch) -> (state, metrics)`.
       eval_step: jitted `(params, variables, batch) -> Loss`.
       batch_sharding: of every array [A, b, ...] of a batch.
+      pipeline: how the step is pipelined; None without stages.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Program:
     train_step: Any
     eval_step: Any
     batch_sharding: NamedSharding
+    pipeline: Pipeline | None = None
 
     def init(self) -> TrainState:
         """The initial state, in its shards."""
@@ -209,7 +211,7 @@ def build_program(
     eval_step = make_eval_step(split, loss_fn, plan, batch_loss=batch_loss, compiler_options=options)
     return Program(
         config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,
-        plan.batch_sharding,
+        plan.batch_sharding, pipeline,
     )  # fmt: skip
 
 

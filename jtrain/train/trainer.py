@@ -211,7 +211,7 @@ class Trainer:
 
     def summary(self) -> list[str]:
         """What the run is, in a few words each: printed when it starts."""
-        abstract, batch = self.plan.abstract, self.program.batch
+        abstract, batch, pipeline = self.plan.abstract, self.program.batch, self.program.pipeline
         size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
         plural = "es" if batch.accumulation > 1 else ""
         return [
@@ -219,6 +219,7 @@ class Trainer:
             f"state {bytes_per_device(abstract) / 2**20:,.1f} MiB a device",
             f"{batch.total} rows a step ({batch.accumulation} micro-batch{plural} of {batch.rows})",
             self.program.precision.name,
+            *([] if pipeline is None else [str(pipeline.tables(batch.accumulation))]),
             *([] if (across := exchange_name(self.config)) is None else [across]),
         ]
 

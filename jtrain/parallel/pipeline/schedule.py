@@ -82,15 +82,18 @@ class Schedule:
         forward, backward = 1, 2 if self.backward is not None else 0
         return 1 - Fraction(self.microbatches * (forward + backward)) / self.time(forward, backward)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.stages} stages x {self.chunks} chunks, {self.microbatches} micro-batches, "
+            f"bubble {float(self.bubble()):.1%}, {self.slots} slots"
+        )
+
     def picture(self) -> str:
         """The schedule as text: two lines a stage (forwards, backwards), a column a tick.
 
         Micro-batches are letters a to z, then from a again; every other chunk of a stage has capitals.
         """
-        lines = [
-            f"{self.name}: {self.stages} stages x {self.chunks} chunks, {self.microbatches} micro-batches, "
-            f"bubble {float(self.bubble()):.1%}, {self.slots} slots"
-        ]
+        lines = [str(self)]
         for stage in range(self.stages):
             for label, work in (("F", self.forward), ("B", self.backward)):
                 if work is not None:

@@ -8,8 +8,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jtrain.models.parameters import constant, normal
+from jtrain.models.remat import PRODUCT
 from jtrain.ops.logical import constrain, gathered, ways
 from jtrain.ops.token_sums import weight_gradient
 
@@ -87,6 +89,7 @@ def project(projections: Sequence[Projection], x: jax.Array, repeats: Sequence[i
         ways(kernel.shape[rank], _AT_USE.get(p.axes[rank], "")) for p, kernel in zip(projections, kernels, strict=True)
     ]
     ys = _products(rank, min(cut) > 1, tuple(p.axes for p in projections), x, kernels)
+    ys = tuple(checkpoint_name(y, PRODUCT) for y in ys)
     return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 
 

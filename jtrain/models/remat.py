@@ -23,7 +23,7 @@ import jax
 from jtrain.models.config import Remat
 from jtrain.ops.context import RESULT
 
-QKV, ATTENTION, OUT, EXPERTS = "qkv", RESULT, "out", "experts"
+QKV, ATTENTION, OUT, EXPERTS, PRODUCT = "qkv", RESULT, "out", "experts", "product"
 """Names that the layer gives to its intermediate values with `checkpoint_name`."""
 
 
@@ -33,23 +33,27 @@ def remat(body: Callable[..., Any], name: Remat) -> Callable[..., Any]:
     if name == "none":
         return body
 
-    def with_experts(policy: Callable[..., Any]) -> Callable[..., Any]:  # their products are not one `dot_general`
-        return policies.save_from_both_policies(policy, policies.save_only_these_names(EXPERTS))
+    # Products with a weight have derivatives of their own (`projection`, experts), so that a policy sees no
+    # `dot_general`: they are known by name.
+    products = policies.save_only_these_names(PRODUCT, EXPERTS)
+
+    def offload(*names: str) -> Callable[..., Any]:
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
 
     policy = {
         "full": lambda: policies.nothing_saveable,
-        "minimal": lambda: with_experts(policies.dots_with_no_batch_dims_saveable),
-        "save_dots": lambda: with_experts(policies.dots_saveable),
+        "minimal": lambda: products,
+        "save_dots": lambda: policies.save_from_both_policies(policies.dots_saveable, products),
         "save_qkv": lambda: policies.save_only_these_names(QKV),
         "save_attention": lambda: policies.save_only_these_names(ATTENTION),
         "save_out": lambda: policies.save_only_these_names(OUT),
-        "offload": lambda: policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[QKV, ATTENTION],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-        "offload_dots": lambda: policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        "offload": lambda: offload(QKV, ATTENTION),
+        "offload_dots": lambda: offload(PRODUCT),
     }[name]()
     # Inside a scan nothing can be merged across iterations: the barrier against common subexpressions only costs.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)

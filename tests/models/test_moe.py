@@ -181,6 +181,37 @@ def test_a_mesh_changes_neither_result_nor_gradient(kind, on):
         assert np.abs(found[0][0]["router"]).max() > 1e-3
 
 
+def test_inside_a_manual_region_the_other_axes_are_opened_and_gradients_stay_right():
+    # What a pipeline does: its region is manual over pipeline, data and fsdp, and takes the gradient inside.
+    on = mesh(data=2, tensor=2, expert=2)
+    manual = ("pipeline", "data", "fsdp")
+    graph, params, _, _ = layer(dtype="float32")
+
+    def local(params, x, segments, cotangent):
+        def loss(params, x):
+            y, figures = nnx.merge(graph, params)(x, segments, None)
+            return (y * cotangent).sum() + figures.balance.sum()
+
+        with logical_rules(on, RULES, manual=manual):
+            grads, gx = jax.grad(loss, argnums=(0, 1))(params, x)
+        return jax.lax.psum(grads, manual), gx
+
+    whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    region = jax.shard_map(
+        local, mesh=on, in_specs=(whole, rows, rows, rows), out_specs=(whole, rows), axis_names=set(manual),
+        check_vma=False,
+    )  # fmt: skip
+    x, cotangent = X.astype(np.float32), COTANGENT.astype(np.float32)
+    found = jax.device_get(jit(region)(params, x, SEGMENTS, cotangent))
+
+    def alone(params, x):
+        y, figures = nnx.merge(graph, params)(x, SEGMENTS, None)
+        return (y * cotangent).sum() + figures.balance.sum()
+
+    expected = jax.device_get(jit(jax.grad(alone, argnums=(0, 1)))(params, x))
+    assert max(errors(found, expected)) < 2e-6
+
+
 def test_an_f_that_tensor_does_not_divide_divides_the_tokens():
     with jax.enable_x64(True):
         odd = {"moe_intermediate_size": 9}

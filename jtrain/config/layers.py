@@ -230,7 +230,9 @@ def unknown(name: str, origin: str) -> ConfigError:
     if meant:
         remedy = f"Did you mean {'--' if origin.startswith('-') else ''}{meant}?"
     elif section in names.sections():
-        remedy = f"{section} has: {', '.join(names.sections()[section].model_fields)}."
+        known = list(names.sections()[section].model_fields)
+        more = f" and {len(known) - 12} more (docs/config.md)" if len(known) > 12 else ""
+        remedy = f"{section} has: {', '.join(known[:12])}{more}."
     else:
         remedy = "`jtrain config docs` lists every field."
     where = origin if origin.replace("-", "_").endswith(name) else f"{origin}: {name}"

@@ -21,7 +21,15 @@ from jtrain.ops.collectives import sum_over
 from jtrain.ops.logical import logical_rules
 from jtrain.ops.stack import Body, stack_runner
 from jtrain.parallel.pipeline.executor import Parts, run_pipeline
-from jtrain.parallel.pipeline.layout import PIPELINE, Division, Layout, as_spec, check_layers, manual_part
+from jtrain.parallel.pipeline.layout import (
+    PIPELINE,
+    Division,
+    Layout,
+    as_spec,
+    automatic_part,
+    check_layers,
+    manual_part,
+)
 from jtrain.parallel.pipeline.schedule import Schedule, make_schedule
 from jtrain.train.gradients import Batch, GradientFn, in_their_place, per_micro_batch
 from jtrain.train.loss import Loss, LossFn, call_loss
@@ -234,6 +242,7 @@ class _Region:
         return Layout(
             stored=manual_part(places, rank, self.manual),
             gradient=manual_part(places if gradient is None else gradient.spec, rank, self.manual),
+            free=automatic_part(places, rank, self.manual, plan.mesh),
             cut=cut,
             size=0 if cut is None else shape[cut],
             division=division,

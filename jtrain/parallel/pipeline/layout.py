@@ -13,15 +13,16 @@ Legend: S stages, V chunks a stage, K layers a chunk, N layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jtrain.errors import ConfigError
 from jtrain.ops.collectives import sum_over
+from jtrain.ops.region import free_region
 
 PIPELINE = "pipeline"
 
@@ -75,6 +76,7 @@ class Layout:
     Attributes:
       stored: manual mesh axes of each dimension of the stored array.
       gradient: the same for its gradient.
+      free: automatic mesh axes of each dimension; they stay where they are.
       cut: the dimension that the stages divide: 0 for the stack, that of the vocabulary for a table; None: none.
       size: its length without padding.
       division: of the stack's layers; None for a parameter outside of it.
@@ -84,6 +86,7 @@ class Layout:
 
     stored: tuple[tuple[str, ...], ...]
     gradient: tuple[tuple[str, ...], ...]
+    free: tuple[tuple[str, ...], ...]
     cut: int | None
     size: int
     division: Division | None
@@ -92,6 +95,13 @@ class Layout:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The local shard as the stage needs it: [V, K, ...] of the stack, else the array or the stage's part of it."""
+        return self._by_hand(self._gather, x, 0, self.division is not None)
+
+    def reduce(self, g: jax.Array) -> jax.Array:
+        """The gradient of what `gather` gave, summed over the rows' axes, as the shard of its place."""
+        return self._by_hand(self._reduce, g, self.division is not None, 0)
+
+    def _gather(self, x: jax.Array) -> jax.Array:
         home = _dimension(self.stored)
         for dimension, axes in enumerate(self.stored):
             after = axes[axes.index(PIPELINE) + 1 :] if PIPELINE in axes else axes
@@ -111,8 +121,7 @@ class Layout:
             x = x.reshape(self.division.chunks, self.division.layers_per_chunk, *x.shape[1:])
         return x
 
-    def reduce(self, g: jax.Array) -> jax.Array:
-        """The gradient of what `gather` gave, summed over the rows' axes, as the shard of its place."""
+    def _reduce(self, g: jax.Array) -> jax.Array:
         if self.division is not None:
             g = g.reshape(-1, *g.shape[2:])
         home, used = _dimension(self.gradient), {axis for axes in self.gradient for axis in axes}
@@ -133,6 +142,19 @@ class Layout:
             if after and (PIPELINE in axes or dimension == self.cut):
                 g = lax.psum_scatter(g, after, scatter_dimension=dimension, tiled=True)
         return g
+
+    def _by_hand(self, function: Callable[[jax.Array], jax.Array], x: jax.Array, lead: int, lead_out: int) -> jax.Array:
+        """`function` with the automatic axes manual too, on the shard that they leave of x.
+
+        The partitioner would gather x over them for every collective over a manual axis. (It has to where such an axis
+        cuts the very dimension that is padded for the stages: 102 tokens, tensor=2, pipeline=4.)
+        """
+        region = free_region()
+        padded = self.cut is not None and self.free[self.cut] and _dimension(self.stored) != self.cut
+        if region is None or padded or not any(self.free):
+            return function(x)
+        spec_in, spec_out = (PartitionSpec(*[None] * n, *as_spec(self.free)) for n in (lead, lead_out))
+        return region.shard_map(function, in_specs=spec_in, out_specs=spec_out)(x)
 
     @property
     def _padded(self) -> int:
@@ -184,6 +206,13 @@ def manual_part(spec: PartitionSpec, rank: int, manual: Sequence[str]) -> tuple[
         if held != sorted(held, reverse=True):
             raise ValueError(f"{spec}: an automatic axis before a manual one of {tuple(manual)}")
     return tuple(tuple(axis for axis in entry if axis in manual) for entry in entries)
+
+
+def automatic_part(spec: PartitionSpec, rank: int, manual: Sequence[str], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    """The automatic axes of every dimension of a spec, without those of size 1."""
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    entries += [()] * (rank - len(entries))
+    return tuple(tuple(axis for axis in entry if axis not in manual and mesh.shape[axis] > 1) for entry in entries)
 
 
 def as_spec(axes: Sequence[Sequence[str]]) -> PartitionSpec:

@@ -26,7 +26,8 @@ def pad_vocabulary(table: jax.Array, axis: int) -> jax.Array:
       table: an embedding table [V, D] (axis 0) or a head [D, V] (axis 1).
       axis: which axis is the vocabulary.
     """
-    missing = -table.shape[axis] % mesh_axis_size("vocab")
+    # A stage's part of the vocabulary keeps its size, which says where the next part begins.
+    missing = 0 if manual_axes("vocab") else -table.shape[axis] % mesh_axis_size("vocab")
     if missing:
         # Such a table is stored divided along D. In two moves: whole in V first, then cut there; in one, the
         # partitioner would gather everything everywhere.

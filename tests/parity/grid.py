@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {},
     "tied": {"tie_word_embeddings": True, "dropout": 0.1, "remat": "full"},
     "odd": {"vocab_size": 97, "num_hidden_layers": 5, "dropout": 0.1},  # nothing divides
+    "halves": {"vocab_size": 102, "num_hidden_layers": 5, "tie_word_embeddings": True},  # two divides it, four does not
     "experts": EXPERTS | {"dropout": 0.1},
     "balanced": EXPERTS
     | {
@@ -173,3 +174,16 @@ def check(case: Case) -> None:
     got = losses(program(case.variant, case.mesh, case.devices, precision="32-true", **config))
     assert abs(got[0] - expected[0]) <= 1e-6 * abs(expected[0])
     assert abs(got[-1] - expected[-1]) <= 1e-5 * abs(expected[-1])
+
+
+SIXTEEN = [
+    Case("tied", "pipeline=2,fsdp=2,context=2,tensor=2,data=1", 16, (("microbatches", 4),)),
+    Case("experts", "pipeline=2,fsdp=2,tensor=2,expert=2,data=1", 16, (("microbatches", 2),)),
+    Case("dense", "data=2,fsdp=2,context=2,tensor=2", 16),
+]
+"""Cases of more devices than a test process has: `python -m tests.parity.grid` in a process that has them."""
+
+if __name__ == "__main__":
+    for sixteen in SIXTEEN:
+        check(sixteen)
+        print(sixteen, "ok", flush=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.parity.grid import Case, check
+from tests.parity.grid import SIXTEEN, Case, check
 
 ACCUMULATION = (("gradient_accumulation_steps", 2),)
 
@@ -42,6 +47,8 @@ STAGED = [
     Case("dense", "pipeline=2,context=2,fsdp=2,data=1", 8, pipeline(microbatches=4)),
     Case("dense", "pipeline=3,data=1", 3, pipeline(microbatches=8)),  # M not divisible by S, layers neither
     Case("odd", "pipeline=2,fsdp=2,data=1", 4, pipeline(virtual_stages=2, microbatches=2), ACCUMULATION),
+    Case("halves", "pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(virtual_stages=2, microbatches=4)),
+    Case("halves", "pipeline=4,tensor=2,data=1", 8, pipeline(microbatches=4)),
     Case("balanced", "pipeline=2,fsdp=2,data=1", 4, pipeline(microbatches=4), ACCUMULATION),
     Case("balanced", "pipeline=2,tensor=2,data=2", 8, pipeline(virtual_stages=2, microbatches=4)),
 ]
@@ -90,5 +97,21 @@ def test_every_mesh_gives_the_answer_of_one_device(case):
     check(case)
 
 
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+def test_sixteen_devices_give_the_answer_of_one():
+    flags = "--xla_force_host_platform_device_count=16"
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.parity.grid"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count(" ok\n") == len(SIXTEEN)
+
+
 def test_the_grid_is_as_large_as_promised():
-    assert len({str(case) for case in [*SMOKE, *STAGED, *FLAT]}) >= 60
+    assert len({str(case) for case in [*SMOKE, *STAGED, *FLAT, *SIXTEEN]}) >= 60

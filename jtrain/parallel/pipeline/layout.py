@@ -146,12 +146,14 @@ class Layout:
     def _by_hand(self, function: Callable[[jax.Array], jax.Array], x: jax.Array, lead: int, lead_out: int) -> jax.Array:
         """`function` with the automatic axes manual too, on the shard that they leave of x.
 
-        The partitioner would gather x over them for every collective over a manual axis. (It has to where such an axis
-        cuts the very dimension that is padded for the stages: 102 tokens, tensor=2, pipeline=4.)
+        The partitioner would gather x over them for every collective over a manual axis. It has to where such an axis
+        cuts the very dimension that is padded for the stages, gathered or scattered: parts would change their order.
         """
         region = free_region()
-        padded = self.cut is not None and self.free[self.cut] and _dimension(self.stored) != self.cut
-        if region is None or padded or not any(self.free):
+        home = _dimension(self.stored)
+        moved = {d for axes in (self.stored, self.gradient) for d, held in enumerate(axes) if set(held) - {PIPELINE}}
+        moved |= {d for d in (home, self.cut) if d is not None and home != self.cut}
+        if region is None or not any(self.free) or any(self.free[d] for d in moved):
             return function(x)
         spec_in, spec_out = (PartitionSpec(*[None] * n, *as_spec(self.free)) for n in (lead, lead_out))
         return region.shard_map(function, in_specs=spec_in, out_specs=spec_out)(x)

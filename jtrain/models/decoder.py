@@ -234,7 +234,8 @@ class Decoder(nnx.Module):
                 x = jax.lax.scan(lambda x, layer: (body(x, layer), None), x, (parameters, data))[0]
             x, figures = self._experts(x, rope, segment_ids, None if keys is None else keys[leading:])
             if not deterministic:
-                self.router_load[...] += jax.lax.stop_gradient(figures.load).astype(jnp.int32).sum(0)
+                added = jax.lax.stop_gradient(figures.load).astype(jnp.int32).sum(0, dtype=jnp.int32)
+                self.router_load[...] += added
         return constrain(self.final_norm(x), "batch", "residual_sequence", None), figures
 
     def _experts(

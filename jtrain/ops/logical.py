@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = tuple[str, ...]
 Rules = Mapping[str, MeshAxes]
@@ -95,10 +95,13 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def pin(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Pins `x` to mesh axes by their own names; for what `constrain` can't say."""
     context = _context.get()
-    # On one device there is nothing to place, and a constraint would keep XLA from fusing across it.
-    if context is None or context.mesh.size == 1:
+    if context is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(region_mesh(context.mesh), spec))
+    mesh = region_mesh(context.mesh)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if all(kind == AxisType.Manual or mesh.shape[axis] == 1 for axis, kind in kinds):
+        return x  # nothing to place, and a constraint would keep XLA from fusing across it
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def axis_sizes(axes: Sequence[str]) -> list[int]:

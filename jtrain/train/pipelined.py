@@ -93,8 +93,9 @@ class _Region:
 
     def __init__(self, model: FunctionalModel, loss_fn: LossFn, plan: StatePlan, pipeline: Pipeline):
         self.model, self.loss_fn, self.plan, self.pipeline = model, loss_fn, plan, pipeline
-        self.manual = tuple(axis for axis in MANUAL if plan.mesh.shape[axis] > 1)
-        self.rows = tuple(axis for axis in plan.rules["batch"] if axis in self.manual)
+        # Axes of size 1 as well: a Pallas kernel wants no axis to be automatic.
+        self.manual = tuple(axis for axis, size in plan.mesh.shape.items() if axis in MANUAL or size == 1)
+        self.rows = tuple(axis for axis in plan.rules["batch"] if axis in self.manual and plan.mesh.shape[axis] > 1)
         leaves, self.tree = jax.tree.flatten(plan.abstract.params)
         self.shapes = [leaf.shape for leaf in leaves]
         self.trainable = jax.tree.leaves(plan.trainable)

@@ -22,6 +22,9 @@ from jtrain.train.program import Program, build_program, mesh_and_batch
 
 ROWS, LENGTH, STEPS = 16, 16, 20
 
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+"""Machine code that runs a few steps need not be fast; the program before it is the same."""
+
 DENSE = {
     "vocab_size": 96,
     "hidden_size": 16,
@@ -85,7 +88,7 @@ def program(variant: str, mesh: str = "data=1", devices: int = 1, *, precision: 
         return gradients, metrics | {"gradients": gradients}
 
     fields = {"precision": precision, "max_steps": STEPS, "max_length": LENGTH, "global_batch_size": ROWS, "mesh": mesh}
-    fields |= {"optimizer": {"learning_rate": 1e-3}} | config
+    fields |= {"optimizer": {"learning_rate": 1e-3}, "xla_options": FAST_TO_COMPILE} | config
     checked, built, batch = mesh_and_batch(load_config(fields, env={}), jax.devices()[:devices])
     shape = preset("llama-tiny", **DENSE | VARIANTS[variant])
     hook = keep if precision == "64-true" else None

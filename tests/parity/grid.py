@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {},
     "tied": {"tie_word_embeddings": True, "dropout": 0.1, "remat": "full"},
     "odd": {"vocab_size": 97, "num_hidden_layers": 5, "dropout": 0.1},  # nothing divides
+    "deep": {"num_hidden_layers": 7},
     "halves": {"vocab_size": 102, "num_hidden_layers": 5, "tie_word_embeddings": True},  # two divides it, four does not
     "experts": EXPERTS | {"dropout": 0.1},
     "balanced": EXPERTS

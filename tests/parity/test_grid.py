@@ -46,6 +46,8 @@ STAGED = [
     Case("tied", "pipeline=2,context=2,data=1", 4, pipeline(microbatches=4)),
     Case("dense", "pipeline=2,context=2,fsdp=2,data=1", 8, pipeline(microbatches=4)),
     Case("dense", "pipeline=3,data=1", 3, pipeline(microbatches=8)),  # M not divisible by S, layers neither
+    Case("deep", "pipeline=3,data=1", 3, pipeline(virtual_stages=2, microbatches=8)),  # the last group is not full
+    Case("deep", "pipeline=3,data=2", 6, pipeline(virtual_stages=2, microbatches=4, residuals="save")),
     Case("odd", "pipeline=2,fsdp=2,data=1", 4, pipeline(virtual_stages=2, microbatches=2), ACCUMULATION),
     Case("halves", "pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(virtual_stages=2, microbatches=4)),
     Case("halves", "pipeline=4,tensor=2,data=1", 8, pipeline(microbatches=4)),

@@ -139,21 +139,20 @@ def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size:
 
     def loss_fn(model: nnx.Module, batch: dict[str, jax.Array], rng: jax.Array | None) -> Loss:
         training = rng is not None
+        # Any model with `hidden` and `head` will do; ours say more.
+        decoder = model if isinstance(model, Decoder) else None
         # A sum does not mind the order of its terms: tokens go where every device of `context` does the same work.
-        ways = model.balanced_ways(batch["input_ids"].shape[1])  # type: ignore[attr-defined]
+        ways = 1 if decoder is None else decoder.balanced_ways(batch["input_ids"].shape[1])
         ids, positions, segments, targets = (
             to_zigzag(x, ways)
             for x in (batch["input_ids"], batch["position_ids"], batch["segment_ids"], next_token(batch["labels"]))
         )
         with zigzag_order(ways):
-            hidden, router = model.hidden_and_router(  # type: ignore[attr-defined]
-                ids,
-                position_ids=positions,
-                segment_ids=segments,
-                rng=rng,
-                row=batch["row"],
-                deterministic=not training,
-            )
+            arguments = {"position_ids": positions, "segment_ids": segments, "rng": rng, "row": batch["row"]}
+            if decoder is not None:
+                hidden, router = decoder.hidden_and_router(ids, **arguments, deterministic=not training)
+            else:
+                hidden, router = model.hidden(ids, **arguments, deterministic=not training), None  # type: ignore[attr-defined]
         loss, count, correct = cross_entropy_and_correct(
             hidden,
             model.head(),  # type: ignore[attr-defined]
@@ -164,7 +163,7 @@ def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size:
         )
         metrics = {"mean_token_accuracy": (correct, count)}
         if training and router is not None:
-            config = model.config  # type: ignore[attr-defined]
+            config = model.config
             added, figures = router_losses(config, router, (targets != IGNORE).sum(1))
             loss, metrics = loss + added.astype(loss.dtype), metrics | figures
         if not training and "bytes" in batch:

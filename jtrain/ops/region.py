@@ -61,6 +61,32 @@ def free_region() -> Region | None:
     return Region(inner, free, mesh.devices.flat[0].platform)
 
 
+def by_device(
+    kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    """An attention kernel that XLA does not divide by itself, on every device's own rows and heads.
+
+    Args:
+      kernel: `kernel(q, k, v, segment_ids)`, or without the last where there are none.
+      q: queries [B, L, H, Dh].
+      k: keys [B, L, K, Dh].
+      v: values [B, L, K, Dh].
+      segment_ids: [B, L].
+    """
+    arrays = (q, k, v) if segment_ids is None else (q, k, v, segment_ids)
+    region = free_region()
+    if region is None:
+        return kernel(*arrays)
+    rows = logical_spec(q.shape[:2], "batch", None)
+    spec_q = logical_spec(q.shape, "batch", None, "heads", None)
+    spec_kv = logical_spec(k.shape, "batch", None, "kv_heads", None)
+    if spec_q[2] != spec_kv[2]:
+        # A device would hold query heads without their key-value head: leave the heads whole.
+        spec_q = spec_kv = PartitionSpec(rows[0], None, None, None)
+    specs = (spec_q, spec_kv, spec_kv, rows)[: len(arrays)]
+    return region.shard_map(kernel, in_specs=specs, out_specs=spec_q)(*arrays)
+
+
 def axes_of(entry: PartitionSpec | tuple[str, ...] | str | None) -> tuple[str, ...]:
     """Mesh axes of one entry of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

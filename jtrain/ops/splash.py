@@ -6,10 +6,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jtrain.ops.logical import logical_spec
-from jtrain.ops.region import free_region
+from jtrain.ops.region import by_device
 
 LANES = 128
 
@@ -42,17 +40,7 @@ def splash_attention(
     local = functools.partial(_local, causal=causal, window=window, scale=scale, interpret=interpret)
     if segment_ids is None:
         segment_ids = jnp.ones(q_BLHDh.shape[:2], jnp.int32)
-    region = free_region()
-    if region is None:
-        return local(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
-    rows = logical_spec(segment_ids.shape, "batch", None)
-    spec_q = logical_spec(q_BLHDh.shape, "batch", None, "heads", None)
-    spec_kv = logical_spec(k_BLKDh.shape, "batch", None, "kv_heads", None)
-    if spec_q[2] != spec_kv[2]:
-        # A device would hold query heads without their key-value head: leave the heads whole.
-        spec_q = spec_kv = PartitionSpec(rows[0], None, None, None)
-    mapped = region.shard_map(local, in_specs=(spec_q, spec_kv, spec_kv, rows), out_specs=spec_q)
-    return mapped(q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
+    return by_device(local, q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
 
 
 def local_splash_attention(

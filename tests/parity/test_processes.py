@@ -110,3 +110,13 @@ def test_one_process_restores_what_they_saved_and_goes_on(parts, whole, tmp_path
         for name, array in arrays(trainer.state.params).items():
             np.testing.assert_allclose(array, whole[2][name], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(middle.history.train[-1]["loss"], whole[1][-1]["loss"], rtol=1e-5)
+
+
+@pytest.mark.grid
+def test_stages_over_two_processes_give_the_same_losses(corpus, whole, tmp_path):
+    mesh = {"data": 1, "pipeline": 2, "fsdp": 2, "tensor": 2}
+    config = config_of(tmp_path, corpus) | {"mesh": mesh, "pipeline": {"microbatches": 4}}
+    running = start_several(config, "process", [("dump", 0)] * 2)
+    assert wait_all(running) == [0, 0], "".join(one.err for one in running)
+    losses = [line["loss"] for line in read_metrics(config["run_dir"], "train")]
+    np.testing.assert_allclose(losses, [line["loss"] for line in whole[1]], rtol=1e-5)

@@ -25,7 +25,7 @@ from jtrain.ops.context import RESULT, context_method, context_ways, current_opt
 from jtrain.ops.logical import current_mesh, mesh_axis_size
 from jtrain.ops.region import by_device
 from jtrain.ops.ring_attention import ring_attention
-from jtrain.ops.splash import local_splash_attention, splash_attention
+from jtrain.ops.splash import splash_attention
 from jtrain.ops.ulysses import ulysses_attention
 from jtrain.ops.xla_attention import xla_attention
 from jtrain.ops.zigzag import zigzag_ways
@@ -71,14 +71,6 @@ def attention(
     if ways > 1:
         return _across_devices(q, k, v, segment_ids, mask, kernel, ways)
     name = chosen_kernel(kernel, platform=platform(), length=q.shape[1], head_dim=q.shape[-1], dtype=q.dtype)
-    if name == "splash":
-        return checkpoint_name(splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict()), RESULT)
-    if name == "cudnn":  # inside of a manual region XLA can't divide it, elsewhere it need not
-
-        def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-            return _plain("cudnn", q, k, v, segments, mask)
-
-        return checkpoint_name(by_device(cudnn, q, k, v, segment_ids), RESULT)
     return checkpoint_name(_plain(name, q, k, v, segment_ids, mask), RESULT)
 
 
@@ -91,15 +83,20 @@ class _Mask(NamedTuple):
 def _plain(
     name: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, mask: _Mask
 ) -> jax.Array:
-    """A kernel that XLA can divide by itself, or on one device."""
+    """A kernel over whole rows. Splash and cuDNN run on every device's own rows and heads."""
     if name == "splash":
-        return local_splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
+        return splash_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
     if name == "cudnn":
-        same = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-        local = None if mask.window is None else (mask.window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=same, scale=mask.scale, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
-        )
+
+        def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+            same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+            local = None if mask.window is None else (mask.window - 1, 0)
+            return jax.nn.dot_product_attention(
+                q, k, v, mask=same, scale=mask.scale, is_causal=mask.causal, local_window_size=local,
+                implementation="cudnn",
+            )  # fmt: skip
+
+        return by_device(cudnn, q, k, v, segment_ids)
     return xla_attention(q, k, v, segment_ids=segment_ids, **mask._asdict())
 
 

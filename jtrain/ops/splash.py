@@ -43,25 +43,6 @@ def splash_attention(
     return by_device(local, q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
 
 
-def local_splash_attention(
-    q_BLHDh: jax.Array,
-    k_BLKDh: jax.Array,
-    v_BLKDh: jax.Array,
-    *,
-    segment_ids: jax.Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    interpret: bool = False,
-) -> jax.Array:
-    """The kernel on arrays that one device holds, inside a manual region."""
-    if segment_ids is None:
-        segment_ids = jnp.ones(q_BLHDh.shape[:2], jnp.int32)
-    return _local(
-        q_BLHDh, k_BLKDh, v_BLKDh, segment_ids, causal=causal, window=window, scale=scale, interpret=interpret
-    )
-
-
 def _local(
     q: jax.Array,
     k: jax.Array,

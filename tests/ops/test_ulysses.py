@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jtrain.observe.hlo import analyze
 from jtrain.observe.partitioned import compile_and_partition
 from jtrain.ops.attention import attention
-from jtrain.ops.splash import local_splash_attention
+from jtrain.ops.splash import splash_attention
 from jtrain.ops.ulysses import ulysses_attention
 
 from .across import CHEAP, across, assert_equal, definition, inputs, make_mesh, with_gradients
@@ -41,7 +41,7 @@ def test_a_kernel_of_whole_rows_runs_on_every_device():
     options = {"causal": True, "window": None, "scale": 8**-0.5, "interpret": True}
 
     def splash(q, k, v, segments):
-        return local_splash_attention(q, k, v, segment_ids=segments, **options)
+        return splash_attention(q, k, v, segment_ids=segments, **options)
 
     def ulysses(q, k, v):
         with across(mesh, "ulysses"):

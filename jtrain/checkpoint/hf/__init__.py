@@ -1,0 +1,1 @@
+"""Hugging Face folders: read into the devices' shards, and written from them."""

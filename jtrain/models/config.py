@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import cached_property
+from typing import Any, Literal
 
-from jtrain.errors import ConfigError
+from jtrain.models.rope_scaling import RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["swiglu", "geglu", "gelu"]
+NormPosition = Literal["pre", "post", "sandwich"]
+QkNorm = Literal["none", "head", "full"]
+Positions = Literal["rope", "learned", "none"]
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped"]
 Remat = Literal[
     "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
 ]
 Kernel = Literal["auto", "xla", "splash", "cudnn"]
 Scoring = Literal["softmax", "sigmoid"]
 ExpertKernel = Literal["auto", "blocks", "ragged_dot", "megablox"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies (Llama 3 paper, section 3.4.3, and Meta's reference code).
-
-    Wavelengths longer than `original_length / low_freq_factor` are stretched by `factor`, those shorter than
-    `original_length / high_freq_factor` are kept, and those between are blended.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
 
 
 @dataclass(frozen=True)
@@ -50,13 +40,69 @@ class DecoderConfig:
     head_dim: int | None = None
     """Size of a head; None: hidden_size / num_attention_heads."""
     max_position_embeddings: int = 2048
+    position_embedding: Positions = "rope"
+    """Rotary; a learned table of `max_position_embeddings` rows added to the tokens' (GPT-2); or none."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rope_local_base_freq: float | None = None
+    """Base of the sliding layers, which are not stretched (Gemma 3); None: as the others."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's channels, from its first one, that turn."""
+    rope_interleave: bool = False
+    """Whether channel 2i turns with 2i + 1 (DeepSeek), and not i with i + half."""
+    no_rope_layers: tuple[int, ...] | None = None
+    """One number a layer: 1 turns by position, 0 does not (SmolLM3, Llama 4). None: all turn."""
+    sliding_window: int | None = None
+    """Tokens that a sliding layer sees, itself included."""
+    layer_types: tuple[str, ...] | None = None
+    """`full_attention` or `sliding_attention` for every layer; None: all slide where there is a window."""
     tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    """Factor on the embedded tokens (Gemma: the root of D; Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor on both branches before they are added (Granite)."""
+    logits_scaling: float = 1.0
+    """Logits are divided by it (Granite)."""
+    final_logit_softcapping: float | None = None
+    """c: logits become c * tanh(logits / c) (Gemma 2)."""
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
+    norm_unit_offset: bool = False
+    """Whether the stored scale is the factor less one (Gemma)."""
+    norm_position: NormPosition = "pre"
+    """Where branches are normalised: before; after, on what is added (OLMo 2); or both (Gemma 2)."""
+    parallel_residual: bool = False
+    """Whether both branches read the layer's input (GPT-NeoX), and not one the other's result."""
+    qk_norm: QkNorm = "none"
+    """RMSNorm on queries and keys before they turn: every head by itself (Qwen3), or all heads as one (OLMo 2)."""
     activation: Activation = "swiglu"
+    """Gated: SwiGLU, GeGLU, gpt-oss' clamped SwiGLU. Plain: GELU by tanh (GPT-2), or exact (GPT-NeoX)."""
+    swiglu_limit: float = 7.0
+    """swiglu_clamped: where gate and up are cut off."""
+    swiglu_alpha: float = 1.702
+    """swiglu_clamped: factor inside of the gate's sigmoid."""
     attention_bias: bool = False
+    """Biases on queries, keys and values."""
+    attention_out_bias: bool | None = None
+    """A bias on the attention's output projection; None: as attention_bias."""
+    attention_scale: float | None = None
+    """Factor on the scores; None: 1 / sqrt of the size of a query head."""
+    attn_logit_softcapping: float | None = None
+    """c: scores become c * tanh(scores / c) (Gemma 2)."""
+    attention_sinks: bool = False
+    """A learned logit a head that takes a share of every softmax and has no value (gpt-oss)."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are cut off at this size before they turn (OLMoE)."""
+    kv_lora_rank: int | None = None
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): size of the latent that keys and values come from."""
+    q_lora_rank: int | None = None
+    """The same for queries; None: they come from the activations."""
+    qk_nope_head_dim: int | None = None
+    """Latent attention: channels of a query or key that do not turn."""
+    qk_rope_head_dim: int | None = None
+    """Latent attention: channels that turn; those of a key are shared by all heads."""
+    v_head_dim: int | None = None
+    """Latent attention: size of a value."""
     mlp_bias: bool = False
     dropout: float = 0.0
     """Rate of dropout on the embedding and on both residual branches."""
@@ -80,6 +126,15 @@ class DecoderConfig:
     """Whether the scores of a token's experts are divided by their sum."""
     routed_scaling_factor: float = 1.0
     """What the sum of the routed experts is multiplied by."""
+    n_group: int = 1
+    """Groups of experts; a token's experts come from the best `topk_group` of them (DeepSeek-V3, section 2.1.2)."""
+    topk_group: int = 1
+    score_correction_bias: bool = False
+    """Whether there is a bias on the scores for the choice; a `router_bias_update_rate` brings one as well."""
+    router_offset: bool = False
+    """A learned bias of the router's product (gpt-oss)."""
+    expert_bias: bool = False
+    """Biases on the projections of the routed experts (gpt-oss)."""
     router_aux_loss_coef: float = 0.001
     """Weight of the load-balancing loss of every layer."""
     router_z_loss_coef: float = 0.0
@@ -94,42 +149,10 @@ class DecoderConfig:
     """Kernel of the dropless experts; see `jtrain.ops.grouped_matmul`."""
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        )
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name} is {getattr(self, name)}", "Write a number of at least 1.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(
-                    f"model.{name} is {getattr(self, name)!r}", f"Choose one of {', '.join(get_args(choices))}."
-                )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"model.dropout is {self.dropout}", "Write a rate of at least 0 and below 1.")
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"model.hidden_size {self.hidden_size} is not divisible by "
-                f"model.num_attention_heads {self.num_attention_heads}",
-                "Change one of them, or set model.head_dim.",
-            )
-        if self.kv_heads < 1 or self.num_attention_heads % self.kv_heads:
-            raise ConfigError(
-                f"model.num_attention_heads {self.num_attention_heads} is not divisible by "
-                f"model.num_key_value_heads {self.kv_heads}",
-                f"Key-value heads may be {_divisors(self.num_attention_heads)}.",
-            )
-        if self.head_size < 2 or self.head_size % 2:
-            raise ConfigError(
-                f"the size of a head is {self.head_size}; rotary positions turn pairs of channels",
-                "Make model.head_dim (or hidden_size / num_attention_heads) even.",
-            )
-        _check_experts(self)
+        # The rules stand in a file of their own; they read properties of this class only.
+        from jtrain.models.config_rules import check_decoder
+
+        check_decoder(self)
 
     @property
     def kv_heads(self) -> int:
@@ -138,18 +161,66 @@ class DecoderConfig:
 
     @property
     def head_size(self) -> int:
-        """Size of a head, filled in."""
+        """Size of a query head, filled in."""
+        if self.latent:
+            return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of a head's value."""
+        return (self.v_head_dim or 0) if self.latent else self.head_size
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values come from a latent (multi-head latent attention)."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that turn."""
+        if self.position_embedding != "rope":
+            return 0
+        return (self.qk_rope_head_dim or 0) if self.latent else int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """What every layer's tokens see: a number of tokens, or None for all before them."""
+        if self.layer_types is None:
+            return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    @cached_property
+    def rope_kinds(self) -> tuple[str, ...]:
+        """How every layer turns: `global`, `local` (`rope_local_base_freq`) or `none`."""
+        if self.position_embedding != "rope":
+            return ("none",) * self.num_hidden_layers
+        turns = self.no_rope_layers or (1,) * self.num_hidden_layers
+        local = self.rope_local_base_freq is not None
+        return tuple(
+            "none" if not turn else "local" if local and window is not None else "global"
+            for turn, window in zip(turns, self.windows, strict=True)
+        )
 
     @property
     def gated(self) -> bool:
         """Whether the feed-forward has a gate (three kernels) or not (two)."""
-        return self.activation != "gelu"
+        return self.activation in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def expert_size(self) -> int:
         """Width of an expert, filled in."""
         return self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size
+
+    @property
+    def router_bias(self) -> bool:
+        """Whether the choice of experts has a bias of its own, beside the parameters."""
+        return self.score_correction_bias or self.router_bias_update_rate > 0
 
     @property
     def num_dense_layers(self) -> int:
@@ -164,97 +235,3 @@ class DecoderConfig:
     def replace(self, **changes: Any) -> DecoderConfig:
         """A copy with some fields changed, checked anew."""
         return dataclasses.replace(self, **changes)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-_CHOICES = {
-    "norm": Norm,
-    "activation": Activation,
-    "remat": Remat,
-    "attention": Kernel,
-    "scoring_func": Scoring,
-    "expert_kernel": ExpertKernel,
-}
-_OF_EXPERTS = (
-    "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "scoring_func", "norm_topk_prob",
-    "routed_scaling_factor", "router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate",
-    "first_k_dense_replace", "expert_capacity_factor", "expert_kernel",
-)  # fmt: skip
-"""Fields that count beside `num_experts` only."""
-
-
-def _check_experts(c: DecoderConfig) -> None:
-    for name in ("num_experts", *_OF_EXPERTS):
-        value = getattr(c, name)
-        if isinstance(value, int | float) and value < 0:
-            raise ConfigError(f"model.{name} is {value}", "Write a number that is not negative.")
-    if c.num_experts == 0:
-        defaults = {field.name: field.default for field in dataclasses.fields(c)}
-        for name in _OF_EXPERTS:
-            if getattr(c, name) != defaults[name]:
-                raise ConfigError(
-                    f"model.{name} is {getattr(c, name)!r}, and the model has no experts",
-                    "Write model.num_experts, or leave it out.",
-                )
-        return
-    if not 1 <= c.num_experts_per_tok <= c.num_experts:
-        raise ConfigError(
-            f"model.num_experts_per_tok is {c.num_experts_per_tok} of model.num_experts {c.num_experts}",
-            f"Write a number from 1 to {c.num_experts}.",
-        )
-    if c.expert_size < 1:
-        raise ConfigError(f"model.moe_intermediate_size is {c.expert_size}", "Write a number of at least 1.")
-    if c.first_k_dense_replace >= c.num_hidden_layers:
-        raise ConfigError(
-            f"model.first_k_dense_replace is {c.first_k_dense_replace} of model.num_hidden_layers "
-            f"{c.num_hidden_layers}: no layer would have experts",
-            f"Write at most {c.num_hidden_layers - 1}, or model.num_experts: 0.",
-        )
-    if c.mlp_bias:
-        raise ConfigError("model.mlp_bias is true, and experts have no biases", "Leave model.mlp_bias out.")
-
-
-def layer_parameter_count(config: DecoderConfig, *, experts: int | None = None) -> int:
-    """Parameters of one layer, by arithmetic.
-
-    Args:
-      config: the decoder.
-      experts: routed experts that are counted; by default a dense feed-forward.
-    """
-    c = config
-    attention = c.hidden_size * c.head_size * (2 * c.num_attention_heads + 2 * c.kv_heads)
-    if c.attention_bias:
-        attention += c.head_size * (c.num_attention_heads + 2 * c.kv_heads) + c.hidden_size
-    kernels = 3 if c.gated else 2
-    if experts is None:
-        mlp = kernels * c.hidden_size * c.intermediate_size
-        if c.mlp_bias:
-            mlp += (kernels - 1) * c.intermediate_size + c.hidden_size
-    else:
-        mlp = kernels * c.hidden_size * c.expert_size * (experts + c.n_shared_experts) + c.hidden_size * c.num_experts
-    return attention + mlp + 2 * _norm_parameter_count(c)
-
-
-def parameter_count(config: DecoderConfig, *, embedding: bool = True, active: bool = False) -> int:
-    """Parameters of the whole decoder, by arithmetic (no array is made).
-
-    Args:
-      config: the decoder.
-      embedding: False leaves the embedding table and an untied head out, as scaling laws count.
-      active: True counts the experts that a token goes through, in place of all.
-    """
-    c = config
-    count = c.num_dense_layers * layer_parameter_count(c) + _norm_parameter_count(c)
-    if c.num_experts:
-        experts = c.num_experts_per_tok if active else c.num_experts
-        count += c.num_expert_layers * layer_parameter_count(c, experts=experts)
-    if embedding:
-        count += c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    return count
-
-
-def _norm_parameter_count(config: DecoderConfig) -> int:
-    return config.hidden_size * (1 if config.norm == "rmsnorm" else 2)

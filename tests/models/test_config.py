@@ -1,7 +1,7 @@
 import pytest
 
 from jtrain.errors import ConfigError
-from jtrain.models.config import layer_parameter_count, parameter_count
+from jtrain.models.counts import layer_parameter_count, parameter_count
 
 from .build import small
 

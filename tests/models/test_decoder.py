@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jtrain.models.config import parameter_count
+from jtrain.models.counts import parameter_count
 from jtrain.models.decoder import Decoder
 from jtrain.ops.cross_entropy import cross_entropy
 from jtrain.ops.logical import logical_rules

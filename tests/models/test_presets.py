@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from jtrain.errors import ConfigError
-from jtrain.models.config import parameter_count
+from jtrain.models.counts import parameter_count
 from jtrain.models.presets import PRESETS, preset
 
 PUBLISHED = {

@@ -94,7 +94,7 @@ class DecoderConfig:
     clip_qkv: float | None = None
     """Queries, keys and values are cut off at this size before they turn (OLMoE)."""
     kv_lora_rank: int | None = None
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): size of the latent that keys and values come from."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): size of what keys and values come from."""
     q_lora_rank: int | None = None
     """The same for queries; None: they come from the activations."""
     qk_nope_head_dim: int | None = None

@@ -96,18 +96,26 @@ def _comparable(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """Dotted field -> value, as JSON has it, with absolute paths and masked secrets."""
     tree = to_dict(config) if isinstance(config, Config) else to_dict(_filled(config))
     flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if name in names.sections() and isinstance(value, Mapping):
-            flat.update({f"{name}.{leaf}": item for leaf, item in value.items()})
-        else:
-            flat[name] = value
+
+    def walk(branch: Mapping[str, Any], prefix: str) -> None:
+        for name, value in branch.items():
+            if prefix + name in names.sections() and isinstance(value, Mapping):
+                walk(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+
+    walk(tree, "")
     return {path: paths.map_paths(path, value, os.path.abspath) for path, value in flat.items()}
 
 
 def _filled(old: Mapping[str, Any]) -> dict[str, Any]:
     """A mapping of an older version, with the defaults of fields that it does not know."""
-    filled = Config().model_dump(mode="json")
-    for name, value in old.items():
-        known = filled.get(name)
-        filled[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, Mapping) else value
-    return filled
+
+    def over(known: Mapping[str, Any], given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        filled = dict(known)
+        for name, value in given.items():
+            section = prefix + name in names.sections() and isinstance(value, Mapping)
+            filled[name] = over(filled[name], value, f"{prefix}{name}.") if section else value
+        return filled
+
+    return over(Config().model_dump(mode="json"), old, "")

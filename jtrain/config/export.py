@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -28,8 +30,8 @@ def to_yaml(config: Config, *, masked: bool = True) -> str:
     """The resolved config as YAML that reads back to the same config from any folder: its paths are absolute."""
     tree = to_dict(config, masked=masked)
     for path in names.fields():
-        section, _, leaf = path.rpartition(".")
-        branch = tree[section] if section else tree
+        *sections, leaf = path.split(".")
+        branch = functools.reduce(operator.getitem, sections, tree)
         branch[leaf] = paths.map_paths(path, branch[leaf], os.path.abspath)
     return dump_yaml(tree)
 
@@ -65,7 +67,7 @@ def reference() -> str:
         *_table([path for path in names.fields() if "." not in path]),
     ]
     for section in names.sections():
-        lines += ["", f"## {section}", *_table([path for path in names.fields() if path.startswith(section + ".")])]
+        lines += ["", f"## {section}", *_table([path for path in names.fields() if path.rpartition(".")[0] == section])]
     lines += ["", "## Other names", "", "| name | from | is | |", "|---|---|---|---|"]
     lines += [f"| `{a.name}` | {a.origin} | `{a.target}` | {a.note} |" for a in names.ALIASES.values()]
     return "\n".join(lines) + "\n"

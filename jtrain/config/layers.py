@@ -5,6 +5,7 @@ Here aliases become fields, short forms become fields, and a name that is no fie
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ class Layer:
             dropped.add("strategy")
             if weaker.values.get("strategy"):  # which may have been written out already
                 dropped |= {"sharding.optimizer_axes", "sharding.gradient_axes"}
-        kept = [path for path in weaker.values if path not in dropped and path.partition(".")[0] not in self.replaced]
+        gone = tuple(f"{section}." for section in self.replaced)
+        kept = [path for path in weaker.values if path not in dropped and not path.startswith(gone)]
         return Layer(
             {path: weaker.values[path] for path in kept} | self.values,
             {path: weaker.origin[path] for path in kept} | self.origin,
@@ -171,8 +173,8 @@ def _assign_section(layer: Layer, section: str, value: Any, origin: str, *, text
                 f"{origin}: a {type(value).__name__}", f"Give a {names.sections()[section].__name__} or a mapping."
             )
         layer.replace(section)
-        for leaf in value.model_fields_set:
-            layer.put(f"{section}.{leaf}", getattr(value, leaf), origin)
+        for path in set_fields(value, f"{section}."):
+            layer.put(path, _leaf(value, path.removeprefix(f"{section}.")), origin)
         return
     if isinstance(value, Mapping):
         for key, item in _dotted(value, section + "."):
@@ -250,17 +252,20 @@ def from_config(config: Config) -> Layer:
     """The layer of the fields that a config object sets."""
     layer = Layer()
     for path in set_fields(config):
-        section, _, leaf = path.rpartition(".")
-        layer.put(path, getattr(getattr(config, section) if section else config, leaf), path)
+        layer.put(path, _leaf(config, path), path)
     return layer
 
 
-def set_fields(config: Config) -> list[str]:
+def _leaf(section: BaseModel, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), section)
+
+
+def set_fields(section: BaseModel, prefix: str = "") -> list[str]:
     """Dotted paths of the fields that were given, and not left to their defaults."""
     given: list[str] = []
-    for name in config.model_fields_set:
-        if name in names.sections():
-            given.extend(f"{name}.{leaf}" for leaf in getattr(config, name).model_fields_set)
+    for name in section.model_fields_set:
+        if prefix + name in names.sections():
+            given.extend(set_fields(getattr(section, name), f"{prefix}{name}."))
         else:
-            given.append(name)
+            given.append(prefix + name)
     return given

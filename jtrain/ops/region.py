@@ -62,29 +62,41 @@ def free_region() -> Region | None:
 
 
 def by_device(
-    kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    kernel: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    index: jax.Array | None = None,
 ) -> jax.Array:
     """An attention kernel that XLA does not divide by itself, on every device's own rows and heads.
 
     Args:
-      kernel: `kernel(q, k, v, segment_ids)`, or without the last where there are none.
+      kernel: `kernel(q, k, v, **given)`; given are, by name, those of the following that are not None.
       q: queries [B, L, H, Dh].
       k: keys [B, L, K, Dh].
-      v: values [B, L, K, Dh].
+      v: values [B, L, K, Dv].
       segment_ids: [B, L].
+      sinks: [H].
+      index: a scalar, the same on all devices.
     """
-    arrays = (q, k, v) if segment_ids is None else (q, k, v, segment_ids)
+    every = {"segment_ids": segment_ids, "sinks": sinks, "index": index}
+    given = {name: x for name, x in every.items() if x is not None}
     region = free_region()
     if region is None:
-        return kernel(*arrays)
+        return kernel(q, k, v, **given)
     rows = logical_spec(q.shape[:2], "batch", None)
     spec_q = logical_spec(q.shape, "batch", None, "heads", None)
     spec_kv = logical_spec(k.shape, "batch", None, "kv_heads", None)
     if spec_q[2] != spec_kv[2]:
         # A device would hold query heads without their key-value head: leave the heads whole.
         spec_q = spec_kv = PartitionSpec(rows[0], None, None, None)
-    specs = (spec_q, spec_kv, spec_kv, rows)[: len(arrays)]
-    return region.shard_map(kernel, in_specs=specs, out_specs=spec_q)(*arrays)
+    places = {"segment_ids": rows, "sinks": PartitionSpec(spec_q[2]), "index": PartitionSpec()}
+    specs = (spec_q, spec_kv, spec_kv, {name: places[name] for name in given})
+    mapped = region.shard_map(lambda q, k, v, given: kernel(q, k, v, **given), in_specs=specs, out_specs=spec_q)
+    return mapped(q, k, v, given)
 
 
 def axes_of(entry: PartitionSpec | tuple[str, ...] | str | None) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Ring attention: queries stay, keys and values go round (Liu, Zaharia, Abbeel 2023, arXiv:2310.01889).
 
-Legend: B rows, L tokens, N tokens of one device, H query heads, K key-value heads, G = H / K, Dh head size, S slots
-(chunks that a device holds: 2 in zig-zag order, 1 in natural order), T blocks of a device, C tokens of a block.
+Legend: B rows, L tokens, N tokens of one device, H query heads, K key-value heads, G = H / K, Dh size of queries and
+keys, Dv size of values, S slots (chunks that a device holds: 2 in zig-zag order, 1 in natural order), T blocks of a
+device, C tokens of a block.
 
 Softmax is computed online, block by block: float32 accumulators with the running maximum and sum (Milakov and
 Gimelshein 2018), so no scores of more than [B, H, C, C] exist. The backward pass goes round a second time with the
 saved logarithm of the sum (Dao 2023): kept are q, k, v, the result and [B, L, H] numbers, whatever the ring's size.
+A sink is a key without a value that all queries have seen before the first block: that is all it takes.
 
 In zig-zag order (`jtrain.ops.zigzag`) a device with chunks i and 2c-1-i meets, in every hop, exactly two pairs of
 chunks that see each other, and they do so wholly: its late chunk sees the other's early one, and either both chunks
@@ -26,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jtrain.ops.context import RESULT, Places, attention_places
+from jtrain.ops.window import Window, WindowChoice, window_size
 from jtrain.ops.zigzag import zigzag_ways
 
 BLOCK = 512
@@ -35,12 +38,14 @@ BLOCK = 512
 def ring_attention(
     q_BLHDh: jax.Array,
     k_BLKDh: jax.Array,
-    v_BLKDh: jax.Array,
+    v_BLKDv: jax.Array,
     *,
     segment_ids: jax.Array | None,
     causal: bool,
-    window: int | None,
+    window: Window,
     scale: float,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     block: int = BLOCK,
 ) -> jax.Array:
     """See `jtrain.ops.attention.attention`; tokens are cut over the mesh axes of `sequence`.
@@ -51,11 +56,14 @@ def ring_attention(
     Args:
       q_BLHDh: queries.
       k_BLKDh: keys.
-      v_BLKDh: values.
+      v_BLKDv: values.
       segment_ids: document of each token [B, L].
       causal: whether a token sees only itself and what comes before.
-      window: how many tokens it sees, itself included.
+      window: how many tokens it sees, itself included. In natural order keys go as far round as it reaches; of a
+        choice, as far as the largest.
       scale: factor on the scores.
+      softcap: bound of the scores.
+      sinks: logits [H] without a value.
       block: tokens of a block, at most.
 
     Raises:
@@ -68,11 +76,15 @@ def ring_attention(
     slots = 2 if zigzag else 1
     chunk = q_BLHDh.shape[1] // (places.ways * slots)
     hops = places.ways - 1
-    if causal and window is not None and not zigzag:
-        hops = min(hops, -(-(window - 1) // chunk))  # what lies further back is out of sight
+    sizes = window.sizes if isinstance(window, WindowChoice) else (window,)
+    far = max(q_BLHDh.shape[1] if size is None else size for size in sizes)
+    if causal and not zigzag:
+        hops = min(hops, -(-(far - 1) // chunk))  # what lies further back is out of sight
     blocks = -(-chunk // block)
-    ring = _Ring(places, slots, chunk, blocks, -(-chunk // blocks), hops, causal, window, scale)
-    return _attention(ring, q_BLHDh, k_BLKDh, v_BLKDh, segment_ids)
+    ring = _Ring(places, slots, chunk, blocks, -(-chunk // blocks), hops, causal, scale, softcap)
+    size = window_size(window, q_BLHDh.shape[1])
+    given = _Given(segment_ids, sinks, None if size is None else jnp.asarray(size, jnp.int32))
+    return _attention(ring, q_BLHDh, k_BLKDh, v_BLKDv, given)
 
 
 class _Ring(NamedTuple):
@@ -86,37 +98,57 @@ class _Ring(NamedTuple):
     """Tokens of a block."""
     hops: int
     causal: bool
-    window: int | None
     scale: float
+    softcap: float | None
+
+    def places_of_given(self) -> _Given:
+        return _Given(self.places.rows, PartitionSpec(self.places.q[2]), PartitionSpec())
+
+
+class _Given(NamedTuple):
+    """What attention may have beside q, k and v; None where it has not."""
+
+    segments: Any
+    """[B, L]."""
+    sinks: Any
+    """[H]."""
+    window: Any
+    """A number of tokens."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    return _forward(ring, q, k, v, segments)[0]
+def _attention(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, given: _Given) -> jax.Array:
+    return _forward(ring, q, k, v, given)[0]
 
 
-def _forward(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> Any:
-    region, _, _, rows, of_q, of_kv = ring.places
+def _forward(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, given: _Given) -> Any:
+    region, _, _, _, of_q, of_kv = ring.places
     of_lse = PartitionSpec(*of_q[:3])
-    given, specs = ((), ()) if segments is None else ((segments,), (rows,))
     mapped = region.shard_map(
-        partial(_forward_local, ring), in_specs=(of_q, of_kv, of_kv, *specs), out_specs=(of_q, of_lse)
+        partial(_forward_local, ring),
+        in_specs=(of_q, of_kv, of_kv, ring.places_of_given()),
+        out_specs=(of_q, of_lse),
     )
-    out, lse = (checkpoint_name(x, RESULT) for x in mapped(q, k, v, *given))
-    return out, (q, k, v, segments, out, lse)
+    out, lse = (checkpoint_name(x, RESULT) for x in mapped(q, k, v, given))
+    return out, (q, k, v, given, out, lse)
 
 
 def _backward(ring: _Ring, residuals: Any, d_out: jax.Array) -> Any:
-    q, k, v, segments, out, lse = residuals
-    region, _, _, rows, of_q, of_kv = ring.places
+    q, k, v, given, out, lse = residuals
+    region, _, _, _, of_q, of_kv = ring.places
     of_lse = PartitionSpec(*of_q[:3])
-    given, specs = ((), ()) if segments is None else ((segments,), (rows,))
+    delta = jnp.sum(out.astype(lse.dtype) * d_out.astype(lse.dtype), axis=-1)
     mapped = region.shard_map(
         partial(_backward_local, ring),
-        in_specs=(of_q, of_kv, of_kv, of_q, of_lse, of_q, *specs),
+        in_specs=(of_q, of_kv, of_kv, of_lse, of_lse, of_q, ring.places_of_given()),
         out_specs=(of_q, of_kv, of_kv),
     )
-    return *mapped(q, k, v, out, lse, d_out, *given), None
+    d_q, d_k, d_v = mapped(q, k, v, delta, lse, d_out, given)
+    d_sinks = None
+    if given.sinks is not None:  # the weight of a sink, whose value is zero: only the other weights feel it
+        weights = jnp.exp(given.sinks.astype(lse.dtype) - lse)
+        d_sinks = -jnp.sum(weights * delta, axis=(0, 1)).astype(given.sinks.dtype)
+    return d_q, d_k, d_v, _Given(None, d_sinks, None)
 
 
 _attention.defvjp(_forward, _backward)
@@ -125,24 +157,28 @@ _attention.defvjp(_forward, _backward)
 # -- on one device ----------------------------------------------------------------------------------------------------
 
 
-def _forward_local(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
-    """[B, N, ...] of this device -> its result [B, N, H, Dh] and log of the softmax's sum [B, N, H]."""
-    q, device, segments = _tied(ring, q, segments)
+def _forward_local(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, given: _Given) -> Any:
+    """[B, N, ...] of this device -> its result [B, N, H, Dv] and log of the softmax's sum [B, N, H]."""
+    q, device, given = _tied(ring, q, given)
     b, n, heads, size = q.shape
     kv_heads = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_blocks = _blocks(ring, q.reshape(b, n, kv_heads, -1, size))
-    own = tuple(_blocks(ring, x) for x in segments)
+    own = None if given.segments is None else _blocks(ring, given.segments)
     shape = (ring.slots * ring.blocks, b, kv_heads, heads // kv_heads, ring.block)
     lowest = jnp.finfo(wide).min / 2  # finite: a query that has seen nothing yet must not become NaN
-    state = (jnp.zeros((*shape, size), wide), jnp.full(shape, lowest, wide), jnp.zeros(shape, wide))
+    top, total = jnp.full(shape, lowest, wide), jnp.zeros(shape, wide)
+    if given.sinks is not None:
+        sinks = given.sinks.astype(wide).reshape(kv_heads, -1)
+        top, total = jnp.broadcast_to(sinks[None, None, :, :, None], shape), jnp.ones(shape, wide)
+    state = (jnp.zeros((*shape, v.shape[-1]), wide), top, total)
 
     def visit(state: Any, ahead: Any, hop: Any) -> Any:
-        keys, values, *theirs = ahead
+        keys, values, theirs = ahead
 
         def update(state: Any, at: _Pair) -> Any:
             key, value = keys[at.k], values[at.k]
-            scores = _scores(ring, q_blocks[at.q], key, at, own, theirs, wide, lowest)
+            scores, _ = _scores(ring, q_blocks[at.q], key, at, own, theirs, given.window, wide, lowest)
             out, top, total = (x[at.q] for x in state)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
@@ -151,11 +187,11 @@ def _forward_local(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, *segme
             new = (out * kept[..., None] + seen, new_top, total * kept + weights.sum(-1))
             return tuple(x.at[at.q].set(y) for x, y in zip(state, new, strict=True))
 
-        return _over_pairs(ring, device, hop, update, state)
+        return _over_pairs(ring, device, hop, given.window, update, state)
 
-    ahead = (_blocks(ring, k.astype(q.dtype)), _blocks(ring, v.astype(q.dtype)), *own)
+    ahead = (_blocks(ring, k.astype(q.dtype)), _blocks(ring, v.astype(q.dtype)), own)
     out, top, total = _around(ring, ahead, state, visit)
-    out = _tokens(ring, jnp.moveaxis(out / total[..., None], 4, 2)).reshape(q.shape).astype(q.dtype)
+    out = _tokens(ring, jnp.moveaxis(out / total[..., None], 4, 2)).reshape(b, n, heads, -1).astype(q.dtype)
     lse = _tokens(ring, jnp.moveaxis(top + jnp.log(total), 4, 2)).reshape(b, n, heads)
     return out, lse
 
@@ -165,46 +201,46 @@ def _backward_local(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    out: jax.Array,
+    delta: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
-    *segments: jax.Array,
+    given: _Given,
 ) -> Any:
     """The gradients of q, k and v of this device. Those of the keys and values follow them round, and come home."""
-    q, device, segments = _tied(ring, q, segments)
+    q, device, given = _tied(ring, q, given)
     b, n, heads, size = q.shape
     kv_heads = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = (b, n, kv_heads, heads // kv_heads)
     q_blocks = _blocks(ring, q.reshape(*grouped, size))
-    d_blocks = _blocks(ring, d_out.astype(q.dtype).reshape(*grouped, size))
-    delta = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1)
+    d_blocks = _blocks(ring, d_out.astype(q.dtype).reshape(*grouped, -1))
     delta_blocks, lse_blocks = (jnp.moveaxis(_blocks(ring, x.reshape(grouped)), 2, 4) for x in (delta, lse))
-    own = tuple(_blocks(ring, x) for x in segments)
+    own = None if given.segments is None else _blocks(ring, given.segments)
     lowest = jnp.finfo(wide).min / 2
-    ahead = (_blocks(ring, k.astype(q.dtype)), _blocks(ring, v.astype(q.dtype)), *own)
-    nothing = jnp.zeros(ahead[0].shape, wide)
+    ahead = (_blocks(ring, k.astype(q.dtype)), _blocks(ring, v.astype(q.dtype)), own)
+    nothing = tuple(jnp.zeros(x.shape, wide) for x in ahead[:2])
 
     def visit(state: Any, ahead: Any, hop: Any) -> Any:
         d_q, behind = state
-        keys, values, *theirs = ahead
+        keys, values, theirs = ahead
         if behind is not None:  # what others have added to the gradients of these keys: it arrives meanwhile
             behind = _pass_on(ring, behind)
 
         def update(state: Any, at: _Pair) -> Any:
             d_q, d_k, d_v = state
             query, key, value, d = q_blocks[at.q], keys[at.k], values[at.k], d_blocks[at.q]
-            scores = _scores(ring, query, key, at, own, theirs, wide, lowest)
+            scores, slope = _scores(ring, query, key, at, own, theirs, given.window, wide, lowest)
             weights = jnp.exp(scores - lse_blocks[at.q][..., None])
             d_weights = jnp.einsum("bqkgd,bskd->bkgqs", d, value, preferred_element_type=wide)
-            d_scores = (weights * (d_weights - delta_blocks[at.q][..., None]) * ring.scale).astype(q.dtype)
+            d_scores = weights * (d_weights - delta_blocks[at.q][..., None]) * ring.scale
+            d_scores = (d_scores if slope is None else d_scores * slope).astype(q.dtype)
             weights = weights.astype(q.dtype)
             more_q = jnp.einsum("bkgqs,bskd->bqkgd", d_scores, key, preferred_element_type=wide)
             more_k = jnp.einsum("bkgqs,bqkgd->bskd", d_scores, query, preferred_element_type=wide)
             more_v = jnp.einsum("bkgqs,bqkgd->bskd", weights, d, preferred_element_type=wide)
             return d_q.at[at.q].add(more_q), d_k.at[at.k].add(more_k), d_v.at[at.k].add(more_v)
 
-        d_q, *added = _over_pairs(ring, device, hop, update, (d_q, nothing, nothing))
+        d_q, *added = _over_pairs(ring, device, hop, given.window, update, (d_q, *nothing))
         return d_q, tuple(added) if behind is None else tuple(x + y for x, y in zip(behind, added, strict=True))
 
     state: Any = (jnp.zeros(q_blocks.shape, wide), None)
@@ -214,13 +250,13 @@ def _backward_local(
     return d_q, *(_tokens(ring, x).astype(like.dtype) for x, like in zip(d_kv, (k, v), strict=True))
 
 
-def _tied(ring: _Ring, q: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array, Any]:
-    """Queries, this device's number and the segment ids, such that the masks depend on the queries, too.
+def _tied(ring: _Ring, q: jax.Array, given: _Given) -> tuple[jax.Array, jax.Array, _Given]:
+    """Queries, this device's number and what else is given, such that the masks depend on the queries, too.
 
     Masks are the same in every layer, and a scan over layers that is differentiated takes what is the same out of the
     loop: the masks of all pairs of blocks at once, [N, N] booleans a head.
     """
-    return jax.lax.optimization_barrier((q, jax.lax.axis_index(ring.places.axes), segments))
+    return jax.lax.optimization_barrier((q, jax.lax.axis_index(ring.places.axes), given))
 
 
 def _around(ring: _Ring, ahead: Any, state: Any, visit: Callable[[Any, Any, Any], Any]) -> Any:
@@ -263,7 +299,9 @@ class _Pair(NamedTuple):
     k_start: jax.Array
 
 
-def _over_pairs(ring: _Ring, device: jax.Array, hop: Any, update: Callable[[Any, _Pair], Any], state: Any) -> Any:
+def _over_pairs(
+    ring: _Ring, device: jax.Array, hop: Any, window: Any, update: Callable[[Any, _Pair], Any], state: Any
+) -> Any:
     """Folds `update` over the pairs of blocks, of those here and those visited, that can see each other."""
     ways = ring.places.ways
     source = (device - hop) % ways
@@ -295,10 +333,10 @@ def _over_pairs(ring: _Ring, device: jax.Array, hop: Any, update: Callable[[Any,
         q_start = q_starts[q // ring.blocks] + q % ring.blocks * ring.block
         k_start = k_starts[k // ring.blocks] + k % ring.blocks * ring.block
         at = _Pair(q, k, q_start, k_start)
-        if ring.window is None:
+        if window is None:
             return update(state, at), None
         # Inside a window most blocks of a long row do not see each other.
-        near = (q_start - k_start < ring.window + ring.block) & (q_start + ring.block > k_start)
+        near = (q_start - k_start < window + ring.block) & (q_start + ring.block > k_start)
         return jax.lax.cond(near, lambda x: update(x, at), lambda x: x, state), None
 
     def fold(state: Any) -> Any:
@@ -311,23 +349,27 @@ def _over_pairs(ring: _Ring, device: jax.Array, hop: Any, update: Callable[[Any,
 
 
 def _scores(
-    ring: _Ring, q: jax.Array, k: jax.Array, at: _Pair, own: Any, theirs: Any, wide: Any, lowest: Any
-) -> jax.Array:
-    """Masked scores [B, K, G, C, C] of one pair of blocks."""
+    ring: _Ring, q: jax.Array, k: jax.Array, at: _Pair, own: Any, theirs: Any, window: Any, wide: Any, lowest: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Masked scores [B, K, G, C, C] of one pair of blocks, and how steep the soft cap is there."""
     scores = jnp.einsum("bqkgd,bskd->bkgqs", q, k, preferred_element_type=wide) * ring.scale
+    slope = None
+    if ring.softcap is not None:
+        part = jnp.tanh(scores / ring.softcap)
+        scores, slope = ring.softcap * part, 1 - part * part
     within = jnp.arange(ring.block)
     distance = (at.q_start + within)[:, None] - (at.k_start + within)[None, :]
     seen = jnp.ones(distance.shape, bool)
     if ring.causal:
         seen &= distance >= 0
-    if ring.window is not None:
-        seen &= distance < ring.window
+    if window is not None:
+        seen &= distance < window
     if ring.blocks * ring.block > ring.chunk:
         seen &= at.k % ring.blocks * ring.block + within < ring.chunk
     mask = seen[None]
-    for mine, other in zip(own, theirs, strict=True):
-        mask = mask & (mine[at.q][:, :, None] == other[at.k][:, None, :])
-    return jnp.where(mask[:, None, None], scores, lowest)
+    if own is not None:
+        mask = mask & (own[at.q][:, :, None] == theirs[at.k][:, None, :])
+    return jnp.where(mask[:, None, None], scores, lowest), slope
 
 
 def _blocks(ring: _Ring, x: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ def test_a_kernel_of_whole_rows_runs_on_every_device():
     q, k, v, segments, d = inputs(1, 128, 4, 2, 8, np.float32)
     options = {"causal": True, "window": None, "scale": 8**-0.5, "interpret": True}
 
-    def splash(q, k, v, segments):
+    def splash(q, k, v, segments, *_):
         return splash_attention(q, k, v, segment_ids=segments, **options)
 
     def ulysses(q, k, v):

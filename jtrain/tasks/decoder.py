@@ -217,6 +217,9 @@ def attention_name(config: Config, shape: DecoderConfig, mesh: Mesh, dtype: jnp.
         platform=mesh.devices.flat[0].platform,
         length=config.max_length,
         head_dim=shape.head_size,
+        value_dim=shape.value_size,
         dtype=dtype,
+        softcap=shape.attn_logit_softcapping,
+        sinks=shape.attention_sinks,
     )
     return kernel if method is None else f"ulysses over context={context}, {kernel}"

@@ -48,9 +48,9 @@ def inputs(b: int, length: int, heads: int, kv_heads: int, size: int, dtype=np.f
     return q, k, v, segments, d
 
 
-def definition(q, k, v, segments, *, causal=True, window=None):
-    """All scores at once."""
-    _, length, heads, size = q.shape
+def definition(q, k, v, segments, *, causal=True, window=None, scale=None, softcap=None, sinks=None):
+    """All scores at once; a sink is one more column, which is thrown away."""
+    b, length, heads, size = q.shape
     k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     distance = np.arange(length)[:, None] - np.arange(length)[None]
     seen = (distance >= 0) | (not causal)
@@ -59,18 +59,24 @@ def definition(q, k, v, segments, *, causal=True, window=None):
     seen = seen[None, None]
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5, -jnp.inf)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (size**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[None, :, None, None], (b, heads, length, 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1)[..., :length], v)
 
 
-def with_gradients(function, q, k, v, d):
-    """The result and the gradients of q, k, v, compiled."""
+def with_gradients(function, *arguments):
+    """The result and the gradients of all arguments but the last, which is the cotangent of the result; compiled."""
 
-    def both(q, k, v, d):
-        out, pull = jax.vjp(function, q, k, v)
-        return out, *pull(d)
+    def both(*arguments):
+        out, pull = jax.vjp(function, *arguments[:-1])
+        return out, *pull(arguments[-1])
 
-    return jax.jit(both, compiler_options=CHEAP)(q, k, v, d)
+    return jax.jit(both, compiler_options=CHEAP)(*arguments)
 
 
 def places(length: int, ways: int) -> np.ndarray:

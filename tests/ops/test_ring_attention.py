@@ -182,16 +182,19 @@ def test_a_ring_inside_of_a_manual_region_over_other_axes():
     mesh = make_mesh(data=2, context=2, tensor=2)
     q, k, v, segments, d = inputs(4, 16, 4, 2, 4, np.float32)
 
+    sinks = np.linspace(-1, 1, 4).astype(np.float32)
+
     def region(q, k, v, segments, d):
         with across(mesh), logical_rules(mesh, RULES, manual=("data",)):
-            out, pull = jax.vjp(lambda *a: attention(*a, segment_ids=segments), q, k, v)
-            return out, *pull(d)
+            out, pull = jax.vjp(lambda *a: attention(*a[:3], segment_ids=segments, sinks=a[3]), q, k, v, sinks)
+            *gradients, d_sinks = pull(d)
+            return out, *gradients, d_sinks[None]
 
     rows = PartitionSpec("data")
     mapped = jax.shard_map(region, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False)
-    found = jax.jit(mapped, compiler_options=CHEAP)(q, k, v, segments, d)
-    expected = with_gradients(lambda *a: definition(*a, segments), q, k, v, d)
-    assert_equal(found, expected, 2e-6)
+    *found, d_sinks = jax.jit(mapped, compiler_options=CHEAP)(q, k, v, segments, d)
+    expected = with_gradients(lambda *a: definition(*a[:3], segments, sinks=a[3]), q, k, v, sinks, d)
+    assert_equal((*found, d_sinks.sum(0)), expected, 2e-6)
 
 
 def test_rows_in_the_order_of_another_number_of_devices_are_refused():

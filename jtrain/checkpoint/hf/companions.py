@@ -22,7 +22,9 @@ NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that are carried on unchanged; beside them those of the folder `additional_chat_templates`."""
+"""Files that are carried on unchanged."""
+EXTRA_TEMPLATES = "additional_chat_templates"
+"""Folder whose `*.jinja` are carried on as well."""
 
 
 @dataclasses.dataclass(frozen=True)

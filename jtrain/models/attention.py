@@ -11,9 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jtrain.models import remat
 from jtrain.models.config import DecoderConfig
+from jtrain.models.norm import HeadNorm
+from jtrain.models.parameters import constant
 from jtrain.models.projection import Projection, project
-from jtrain.models.rope import apply_rope
-from jtrain.ops.attention import attention
+from jtrain.models.rope import Rope, apply_rope
+from jtrain.ops.attention import WindowChoice, attention
 from jtrain.ops.logical import constrain, mesh_axis_size
 
 
@@ -35,20 +37,64 @@ class Attention(nnx.Module):
         self.q_proj = Projection(keys[0], std, embed, query, bias=bias, dtype=dtype)
         self.k_proj = Projection(keys[1], std, embed, key_value, bias=bias, dtype=dtype)
         self.v_proj = Projection(keys[2], std, embed, key_value, bias=bias, dtype=dtype)
-        self.o_proj = Projection(keys[3], std, query, embed, bias=bias, dtype=dtype)
+        self.o_proj = Projection(keys[3], std, query, embed, bias=config.out_bias, dtype=dtype)
+        if config.qk_norm != "none":
+            first = 1 if config.qk_norm == "head" else 0
+            self.q_norm = HeadNorm(config, query[first:], dtype)
+            self.k_norm = HeadNorm(config, key_value[first:], dtype)
+        if config.attention_sinks:
+            self.sinks = constant(0.0, (config.num_attention_heads,), ("heads",), dtype)
 
     def __call__(
-        self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids_BL: jax.Array | None
+        self,
+        x_BLD: jax.Array,
+        rope: Rope | None,
+        segment_ids_BL: jax.Array | None,
+        window: int | WindowChoice | None = None,
     ) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; a token sees the tokens before it that have its own segment id."""
-        repeats = kv_repeats(self.config, mesh_axis_size("kv_heads"))
+        """[B, L, D] -> [B, L, D]; a token sees the tokens before it that have its own segment id.
+
+        Args:
+          x_BLD: activations.
+          rope: tables of the layer; None: nothing turns.
+          segment_ids_BL: document of each token.
+          window: tokens that are seen, itself included; None: all.
+        """
+        q, k, v = (checkpoint_name(a, remat.QKV) for a in self.heads(x_BLD, rope))
+        config = self.config
+        y = attention(
+            q,
+            k,
+            v,
+            segment_ids=segment_ids_BL,
+            window=window,
+            scale=config.attention_scale,
+            softcap=config.attn_logit_softcapping,
+            sinks=self.sinks[...] if config.attention_sinks else None,
+            kernel=config.attention,
+        )
+        return self.output(y)
+
+    def heads(self, x_BLD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, L, H, Dh], keys and values [B, L, K, Dh], as they meet.
+
+        Key-value heads are repeated where that gives every device of `tensor` whole ones.
+        """
+        config = self.config
+        repeats = kv_repeats(config, mesh_axis_size("kv_heads"))
         q, k, v = project((self.q_proj, self.k_proj, self.v_proj), x_BLD, (1, repeats, repeats))
-        q = apply_rope(constrain(q, "batch", "sequence", "heads", None), *rope)
-        k = apply_rope(constrain(k, "batch", "sequence", "kv_heads", None), *rope)
+        q = constrain(q, "batch", "sequence", "heads", None)
+        k = constrain(k, "batch", "sequence", "kv_heads", None)
         v = constrain(v, "batch", "sequence", "kv_heads", None)
-        q, k, v = (checkpoint_name(a, remat.QKV) for a in (q, k, v))
-        y = attention(q, k, v, segment_ids=segment_ids_BL, kernel=self.config.attention)
-        return checkpoint_name(self.o_proj(constrain(y, "batch", "sequence", "heads", None)), remat.OUT)
+        if config.qk_norm != "none":
+            q, k = self.q_norm(q), self.k_norm(k, repeats=repeats)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
+        return apply_rope(q, rope), apply_rope(k, rope), v
+
+    def output(self, y_BLHDh: jax.Array) -> jax.Array:
+        """[B, L, H, Dh] -> [B, L, D]."""
+        return checkpoint_name(self.o_proj(constrain(y_BLHDh, "batch", "sequence", "heads", None)), remat.OUT)
 
 
 def kv_repeats(config: DecoderConfig, ways: int) -> int:

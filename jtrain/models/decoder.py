@@ -15,72 +15,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jtrain.errors import ConfigError
-from jtrain.models.attention import Attention, kv_repeats
+from jtrain.models.attention import kv_repeats
 from jtrain.models.config import DecoderConfig
 from jtrain.models.dropout import dropout, dropout_keys
-from jtrain.models.feed_forward import FeedForward
-from jtrain.models.moe import MixtureOfExperts
+from jtrain.models.layer import Kinds, Layer, LayerKinds, whole_sequence
 from jtrain.models.norm import Norm
 from jtrain.models.parameters import normal
 from jtrain.models.remat import remat
-from jtrain.models.rope import rope_tables
 from jtrain.models.router import RouterBias, RouterFigures, RouterLoad, balance_step
 from jtrain.ops.context import balanced_ways
-from jtrain.ops.logical import constrain, manual_axes, mesh_axis_size
+from jtrain.ops.logical import constrain, gathered, manual_axes, mesh_axis_size
 from jtrain.ops.stack import scan_layers
 from jtrain.ops.vocabulary import embedding_lookup, pad_vocabulary
 from jtrain.ops.zigzag import token_index
-
-
-class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), with dropout on both branches.
-
-    Args:
-      config: the decoder.
-      key: of the parameters.
-      dtype: their type.
-      experts: whether the feed-forward is a mixture of experts.
-    """
-
-    def __init__(self, config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, *, experts: bool = False):
-        # All keys by one split: hashing is what an initial draw takes longest to compile.
-        keys = jax.random.split(key, 11 if experts else 7)
-        self.dropout = config.dropout
-        self.attention_norm = Norm(config, dtype)
-        self.attention = Attention(config, keys[:4], dtype)
-        self.mlp_norm = Norm(config, dtype)
-        self.mlp = (MixtureOfExperts if experts else FeedForward)(config, keys[4:], dtype)
-
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        segment_ids_BL: jax.Array | None,
-        keys_2B: jax.Array | None,
-        bias_E: jax.Array | None = None,
-    ) -> tuple[jax.Array, RouterFigures | None]:
-        """Activations after the layer, and what its router did (None without experts)."""
-
-        def branch(y_BLD: jax.Array, place: int) -> jax.Array:
-            y_BLD = constrain(y_BLD, "batch", "residual_sequence", None)
-            return y_BLD if keys_2B is None else dropout(y_BLD, self.dropout, keys_2B[place])
-
-        h = _whole_sequence(self.attention_norm(x_BLD))
-        x_BLD = x_BLD + branch(self.attention(h, rope, segment_ids_BL), 0)
-        figures = None
-        if isinstance(self.mlp, MixtureOfExperts):  # it gathers what it needs by itself
-            h = constrain(self.mlp_norm(x_BLD), "batch", "residual_sequence", None)
-            y, figures = self.mlp(h, segment_ids_BL, bias_E)
-        else:
-            y = self.mlp(_whole_sequence(self.mlp_norm(x_BLD)))
-        x_BLD = x_BLD + branch(y, 1)
-        return constrain(x_BLD, "batch", "residual_sequence", None), figures
-
-
-def _whole_sequence(x_BLD: jax.Array) -> jax.Array:
-    """Gathers what `tensor` cut between blocks; pinned before, so that the norm's own type does not travel."""
-    x_BLD = constrain(x_BLD, "batch", "residual_sequence", None)
-    return constrain(x_BLD, "batch", "sequence", None)
 
 
 class Embedding(nnx.Module):
@@ -89,6 +36,23 @@ class Embedding(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype: jnp.dtype):
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = normal(key, config.initializer_range, shape, ("vocab", "embed"), dtype)
+
+
+class Positions(nnx.Module):
+    """The table of learned positions [P, D]."""
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype: jnp.dtype):
+        shape = (config.max_position_embeddings, config.hidden_size)
+        self.embedding = normal(key, config.initializer_range, shape, _POSITION_AXES, dtype)
+
+    def __call__(self, position_ids_BL: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[B, L] -> [B, L, D]. Looked up in float32 at least: every row adds to the gradient of position 0."""
+        table = self.embedding[...].astype(jnp.promote_types(dtype, jnp.float32))
+        table = gathered(table, (None, None), _POSITION_AXES)
+        return jnp.take(table, position_ids_BL, axis=0, mode="clip").astype(dtype)
+
+
+_POSITION_AXES = ("positions", "embed")
 
 
 class Head(nnx.Module):
@@ -124,6 +88,8 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype(param_dtype)
         embedding_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
         self.embed_tokens = Embedding(config, embedding_key, dtype)
+        if config.position_embedding == "learned":
+            self.embed_positions = Positions(config, jax.random.fold_in(embedding_key, 1), dtype)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(layers_key, jnp.arange(config.num_hidden_layers))
 
         def stacked(keys: jax.Array, experts: bool) -> Layer:
@@ -140,7 +106,7 @@ class Decoder(nnx.Module):
         if config.num_experts:
             loads = (config.num_expert_layers, config.num_experts)
             self.router_load = RouterLoad(jnp.zeros(loads, jnp.int32))
-            if config.router_bias_update_rate:
+            if config.router_bias:
                 self.router_bias = RouterBias(jnp.zeros(loads, jnp.float32))
         self.final_norm = Norm(config, dtype)
         if not config.tie_word_embeddings:
@@ -203,57 +169,75 @@ class Decoder(nnx.Module):
             raise ValueError("dropout needs rng and row; pass deterministic=True to switch it off")
         if position_ids is None:
             position_ids = jnp.broadcast_to(token_index(input_ids.shape[1]), input_ids.shape)
-        table = self.embed_tokens.embedding[...]
-        x = constrain(embedding_lookup(table, input_ids), "batch", "sequence", None)
-        x = constrain(x, "batch", "residual_sequence", None)
+        x = self.embed(input_ids, position_ids)
         keys = None
         if rng is not None and row is not None:
             embedding_keys, keys = dropout_keys(rng, config.num_hidden_layers, row)
             x = dropout(x, config.dropout, embedding_keys)
-        cos, sin = rope_tables(config, position_ids, table.dtype)
-        rope = (constrain(cos, "batch", "sequence", None), constrain(sin, "batch", "sequence", None))
-
-        def dense(stack: Layer) -> tuple[Callable[..., jax.Array], dict]:
-            graph, layers = nnx.split(stack)
-
-            def body(x_BLD: jax.Array, layer: tuple[dict, jax.Array | None]) -> jax.Array:
-                parameters, keys_2B = layer
-                return nnx.merge(graph, parameters)(x_BLD, rope, segment_ids, keys_2B)[0]
-
-            return remat(body, config.remat), nnx.to_pure_dict(layers)
-
+        kinds = LayerKinds(config, position_ids, x.dtype)
+        leading = config.first_k_dense_replace
         figures = None
         if not config.num_experts:
-            body, parameters = dense(self.layers)
-            x = scan_layers(body, x, parameters, keys)
+            x = scan_layers(*self._dense(self.layers, x, kinds, segment_ids), (keys, kinds.data))
         else:
-            leading = config.first_k_dense_replace
             if leading:
-                body, parameters = dense(self.dense_layers)
-                data = None if keys is None else keys[:leading]
+                body, x, parameters = self._dense(self.dense_layers, x, kinds, segment_ids)
+                data = jax.tree.map(lambda a: a[:leading], (keys, kinds.data))
                 x = jax.lax.scan(lambda x, layer: (body(x, layer), None), x, (parameters, data))[0]
-            x, figures = self._experts(x, rope, segment_ids, None if keys is None else keys[leading:])
+            x, figures = self._experts(x, kinds, segment_ids, None if keys is None else keys[leading:])
             if not deterministic:
                 added = jax.lax.stop_gradient(figures.load).astype(jnp.int32).sum(0, dtype=jnp.int32)
                 self.router_load[...] += added
-        return constrain(self.final_norm(x), "batch", "residual_sequence", None), figures
+        return self.finish(x), figures
+
+    def embed(self, input_ids_BL: jax.Array, position_ids_BL: jax.Array) -> jax.Array:
+        """What the first layer reads [B, L, D], without dropout."""
+        config = self.config
+        x = constrain(embedding_lookup(self.embed_tokens.embedding[...], input_ids_BL), "batch", "sequence", None)
+        if config.embedding_multiplier != 1.0:
+            x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+        if config.position_embedding == "learned":
+            x = x + constrain(self.embed_positions(position_ids_BL, x.dtype), "batch", "sequence", None)
+        return constrain(x, "batch", "residual_sequence", None)
+
+    def finish(self, x_BLD: jax.Array) -> jax.Array:
+        """What the head reads, of the last layer's activations: normalised, and divided by `logits_scaling`."""
+        x = self.final_norm(x_BLD)
+        if self.config.logits_scaling != 1.0:
+            x = x / jnp.asarray(self.config.logits_scaling, x.dtype)
+        return constrain(x, "batch", "residual_sequence", None)
+
+    def _dense(
+        self, stack: Layer, x_BLD: jax.Array, kinds: LayerKinds, segment_ids_BL: jax.Array | None
+    ) -> tuple[Callable[..., jax.Array], jax.Array, dict]:
+        """Body, carry and parameters of a scan over layers without experts; its data are (dropout keys, kinds)."""
+        graph, layers = nnx.split(stack)
+
+        def body(x_BLD: jax.Array, layer: tuple[dict, tuple[jax.Array | None, Kinds]]) -> jax.Array:
+            parameters, (keys_2B, kind) = layer
+            module = nnx.merge(graph, parameters)
+            return module(x_BLD, kinds.rope(kind), segment_ids_BL, keys_2B, window=kinds.window(kind))[0]
+
+        return remat(body, self.config.remat), x_BLD, nnx.to_pure_dict(layers)
 
     def _experts(
-        self, x_BLD: jax.Array, rope: Any, segment_ids_BL: jax.Array | None, keys_N2B: jax.Array | None
+        self, x_BLD: jax.Array, kinds: LayerKinds, segment_ids_BL: jax.Array | None, keys_N2B: jax.Array | None
     ) -> tuple[jax.Array, RouterFigures]:
         """The stack of layers with experts: what their routers do is summed up in the carry."""
         config = self.config
         graph, layers = nnx.split(self.layers)
-        bias_NE = self.router_bias[...] if config.router_bias_update_rate else None
+        bias_NE = self.router_bias[...] if config.router_bias else None
 
         def body(carry: tuple[jax.Array, RouterFigures], layer: tuple[dict, Any]) -> tuple[jax.Array, RouterFigures]:
-            (x, figures), (parameters, (keys_2B, number, bias_E)) = carry, layer
-            x, added = nnx.merge(graph, parameters)(x, rope, segment_ids_BL, keys_2B, bias_E)
+            (x, figures), (parameters, (keys_2B, number, bias_E, kind)) = carry, layer
+            module = nnx.merge(graph, parameters)
+            x, added = module(x, kinds.rope(kind), segment_ids_BL, keys_2B, bias_E, kinds.window(kind))
             return x, figures.add(number, added)
 
         wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
         carry = x_BLD, RouterFigures.zeros(config, x_BLD.shape[0], wide)
-        data = keys_N2B, jnp.arange(config.num_expert_layers), bias_NE
+        of_experts = jax.tree.map(lambda a: a[config.first_k_dense_replace :], kinds.data)
+        data = keys_N2B, jnp.arange(config.num_expert_layers), bias_NE, of_experts
         return scan_layers(remat(body, config.remat), carry, nnx.to_pure_dict(layers), data)
 
     def end_step(self) -> dict[str, jax.Array]:
@@ -264,7 +248,7 @@ class Decoder(nnx.Module):
         """
         if not self.config.num_experts:
             return {}
-        bias = self.router_bias if self.config.router_bias_update_rate else None
+        bias = self.router_bias if self.config.router_bias else None
         moved, figures = balance_step(
             None if bias is None else bias[...], self.router_load[...], self.config.router_bias_update_rate
         )
@@ -316,5 +300,8 @@ class Decoder(nnx.Module):
         x = self.hidden(input_ids, position_ids=position_ids, segment_ids=segments)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         head = pad_vocabulary(self.head(), 1)
-        logits = jnp.einsum("bld,dv->blv", _whole_sequence(x), head, preferred_element_type=wide)
+        logits = jnp.einsum("bld,dv->blv", whole_sequence(x), head, preferred_element_type=wide)
+        if self.config.final_logit_softcapping is not None:
+            cap = self.config.final_logit_softcapping
+            logits = jnp.tanh(logits / cap) * cap
         return constrain(logits, "batch", "sequence", "vocab")[..., : self.config.vocab_size]

@@ -14,7 +14,7 @@ from jtrain.ops.logical import constrain
 
 
 class FeedForward(nnx.Module):
-    """down(act(gate(x)) * up(x)), or down(gelu(up(x))). GELU is the tanh approximation, as in GPT-2 and Gemma.
+    """down(act(gate(x)) * up(x)), or down(act(up(x))).
 
     Args:
       config: the decoder.
@@ -25,7 +25,7 @@ class FeedForward(nnx.Module):
     def __init__(self, config: DecoderConfig, keys: jax.Array, dtype: jnp.dtype):
         std, bias = config.initializer_range, config.mlp_bias
         embed, mlp = (("embed", config.hidden_size),), (("mlp", config.intermediate_size),)
-        self.activation = config.activation
+        self.config = config
         if config.gated:
             self.gate_proj = Projection(keys[0], std, embed, mlp, bias=bias, dtype=dtype)
         self.up_proj = Projection(keys[1], std, embed, mlp, bias=bias, dtype=dtype)
@@ -34,9 +34,24 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
         names = ("batch", "sequence", "mlp")
-        if self.activation == "gelu":
-            h = jax.nn.gelu(constrain(self.up_proj(x_BLD), *names), approximate=True)
-        else:
+        if self.config.gated:
             up, gate = (constrain(y, *names) for y in project((self.up_proj, self.gate_proj), x_BLD))
-            h = (jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
-        return checkpoint_name(self.down_proj(h), remat.OUT)
+        else:
+            up, gate = constrain(self.up_proj(x_BLD), *names), None
+        return checkpoint_name(self.down_proj(activate(self.config, up, gate)), remat.OUT)
+
+
+def activate(config: DecoderConfig, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """What is projected down; `gate` is None where there is none.
+
+    GELU is the tanh approximation, as in GPT-2 and Gemma, but for `gelu_exact`. `swiglu_clamped` is gpt-oss' (OpenAI
+    2025, reference code): (up + 1) * gate * sigmoid(alpha * gate), both cut off at `swiglu_limit`, the gate from above
+    only.
+    """
+    if gate is None:
+        return jax.nn.gelu(up, approximate=config.activation == "gelu")
+    if config.activation == "swiglu_clamped":
+        limit = config.swiglu_limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate)
+    return (jax.nn.silu(gate) if config.activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up

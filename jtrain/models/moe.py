@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec
 
 from jtrain.models import remat
 from jtrain.models.config import DecoderConfig
-from jtrain.models.parameters import normal
+from jtrain.models.feed_forward import activate
+from jtrain.models.parameters import constant, normal
 from jtrain.models.router import RouterFigures, route
 from jtrain.ops.expert_exchange import capacity_of, capacity_slots, dropless, with_capacity
 from jtrain.ops.grouped_matmul import grouped_matmul
@@ -40,22 +41,36 @@ Kernels = dict[str, jax.Array]
 
 
 class ExpertKernels(nnx.Module):
-    """The kernels of a gated or plain feed-forward, stacked over `lead` (nothing, or the experts)."""
+    """The kernels (and biases) of a gated or plain feed-forward, stacked over `lead` (nothing, or the experts)."""
 
-    def __init__(self, config: DecoderConfig, keys: jax.Array, width: int, lead: tuple, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        keys: jax.Array,
+        width: int,
+        lead: tuple,
+        dtype: jnp.dtype,
+        *,
+        bias: bool = False,
+    ):
         sizes, names = tuple(size for _, size in lead), tuple(name for name, _ in lead)
         std, d = config.initializer_range, config.hidden_size
         if config.gated:
             self.gate_proj = normal(keys[0], std, (*sizes, d, width), (*names, "embed", "mlp"), dtype)
         self.up_proj = normal(keys[1], std, (*sizes, d, width), (*names, "embed", "mlp"), dtype)
         self.down_proj = normal(keys[2], std, (*sizes, width, d), (*names, "mlp", "embed"), dtype)
+        if bias:
+            if config.gated:
+                self.gate_bias = constant(0.0, (*sizes, width), (*names, "mlp"), dtype)
+            self.up_bias = constant(0.0, (*sizes, width), (*names, "mlp"), dtype)
+            self.down_bias = constant(0.0, (*sizes, d), (*names, "embed"), dtype)
 
     def kernels(self, dtype: jnp.dtype) -> Kernels:
-        """Name -> kernel, in the type of the activations."""
+        """Name -> kernel or bias, in the type of the activations."""
         return {name: getattr(self, name)[...].astype(dtype) for name in _NAMES if hasattr(self, name)}
 
 
-_NAMES = ("gate_proj", "up_proj", "down_proj")
+_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 
 
 class MixtureOfExperts(nnx.Module):
@@ -72,7 +87,9 @@ class MixtureOfExperts(nnx.Module):
         shape = (config.hidden_size, config.num_experts)
         self.router = normal(keys[0], config.initializer_range, shape, ("embed", "router"), dtype)
         experts = (("expert", config.num_experts),)
-        self.experts = ExpertKernels(config, keys[1:4], config.expert_size, experts, dtype)
+        if config.router_offset:
+            self.router_offset = constant(0.0, (config.num_experts,), ("router",), dtype)
+        self.experts = ExpertKernels(config, keys[1:4], config.expert_size, experts, dtype, bias=config.expert_bias)
         if config.n_shared_experts:
             width = config.n_shared_experts * config.expert_size
             self.shared_experts = ExpertKernels(config, keys[4:7], width, (), dtype)
@@ -98,6 +115,8 @@ class MixtureOfExperts(nnx.Module):
         weights: dict[str, Any] = {"router": self.router[...], "experts": self.experts.kernels(x_BLD.dtype)}
         if config.n_shared_experts:
             weights["shared"] = self.shared_experts.kernels(x_BLD.dtype)
+        if config.router_offset:
+            weights["offset"] = self.router_offset[...]
         if bias_E is not None:
             weights["bias"] = bias_E
         region = free_region()
@@ -129,10 +148,13 @@ def _on_mesh(
         ragged=region.platform in ("tpu", "gpu"),
     )
     into, out = PartitionSpec(None, tensor), PartitionSpec(tensor, None)
+    wide, narrow = PartitionSpec(tensor), PartitionSpec()
     place = {"gate_proj": into, "up_proj": into, "down_proj": out}
+    place |= {"gate_bias": wide, "up_bias": wide, "down_bias": narrow}
     specs: dict[str, Any] = {
         "router": PartitionSpec(),
         "experts": {name: PartitionSpec(expert, *place[name]) for name in weights["experts"]},
+        "offset": PartitionSpec(),
         "bias": PartitionSpec(),
         "shared": {name: place[name] for name in weights.get("shared", ())},
     }
@@ -184,6 +206,8 @@ class _Local:
             weights["router"].astype(wide),
             precision=jax.lax.Precision.HIGHEST,  # a choice hangs on it, and it is a thousandth of the work
         )
+        if "offset" in weights:
+            logits_blE = logits_blE + weights["offset"].astype(wide)
         routing = route(self.config, logits_blE, weights.get("bias"))
         expert_blk = jnp.where(live_bl[..., None], routing.expert, self.config.num_experts)
         y_Nd, dropped_b = self._routed(x_blD, expert_blk, weights["experts"])
@@ -220,9 +244,15 @@ class _Local:
 
     def _grouped(self, kernels: Kernels, x_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
         """Experts on rows sorted by expert."""
+        bias_of = None
+        if "up_bias" in kernels:
+            groups = jnp.arange(sizes_G.shape[0])
+            bias_of = jnp.repeat(groups, sizes_G, total_repeat_length=x_RD.shape[0])
 
         def product(x: jax.Array, name: str) -> jax.Array:
-            y = grouped_matmul(x, kernels[name], sizes_G, kernel=self.config.expert_kernel)
+            y = grouped_matmul(x, kernels[f"{name}_proj"], sizes_G, kernel=self.config.expert_kernel)
+            if bias_of is not None:
+                y = y + self._bias(kernels, name)[bias_of]
             return checkpoint_name(y, remat.EXPERTS)
 
         return self._apply(product, x_RD, kernels)
@@ -232,18 +262,23 @@ class _Local:
         equation = "grk,gkm->grm" if stacked else f"{lead}k,km->{lead}m"
 
         def product(x: jax.Array, name: str) -> jax.Array:
-            y = jnp.einsum(equation, x, kernels[name])
+            y = jnp.einsum(equation, x, kernels[f"{name}_proj"])
+            if f"{name}_bias" in kernels:
+                y = y + self._bias(kernels, name)[:, None]
             return checkpoint_name(y, remat.EXPERTS) if stacked else y
 
         return self._apply(product, x, kernels)
 
     def _apply(self, product: Any, x: jax.Array, kernels: Kernels) -> jax.Array:
-        up = product(x, "up_proj")
-        if "gate_proj" not in kernels:
-            return product(jax.nn.gelu(up, approximate=True), "down_proj")
-        gate = product(x, "gate_proj")
-        act = jax.nn.silu(gate) if self.config.activation == "swiglu" else jax.nn.gelu(gate, approximate=True)
-        return product(act * up, "down_proj")
+        gate = product(x, "gate") if "gate_proj" in kernels else None
+        return product(activate(self.config, product(x, "up"), gate), "down")
+
+    def _bias(self, kernels: Kernels, name: str) -> jax.Array:
+        """[G, width]. Results of `tensor` are added up, so only one of its devices brings the last bias."""
+        bias = kernels[f"{name}_bias"]
+        if name == "down" and self.tensor is not None:
+            bias = bias * (jax.lax.axis_index(self.tensor) == 0).astype(bias.dtype)
+        return bias
 
     def _figures(
         self, logits_blE: jax.Array, share_blE: jax.Array, expert_blk: jax.Array, live_bl: jax.Array, dropped_b: Any

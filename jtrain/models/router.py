@@ -49,13 +49,26 @@ def route(config: DecoderConfig, logits_BLE: jax.Array, bias_E: jax.Array | None
     on the choice and has no part in the weight. Ties go to the lower number.
     """
     score = jax.nn.softmax(logits_BLE) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits_BLE)
-    choice = score if bias_E is None else score + bias_E.astype(score.dtype)
-    expert = jax.lax.top_k(jax.lax.stop_gradient(choice), config.num_experts_per_tok)[1]
+    choice = jax.lax.stop_gradient(score if bias_E is None else score + bias_E.astype(score.dtype))
+    if config.n_group > 1:
+        choice = _of_best_groups(choice, config.n_group, config.topk_group)
+    expert = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     weight = jnp.take_along_axis(score, expert, axis=-1)
     if config.norm_topk_prob:
         weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)  # DeepSeek's guard; softmax does not need it
     share = score if config.scoring_func == "softmax" else score / (score.sum(-1, keepdims=True) + 1e-20)
     return Routing(expert.astype(jnp.int32), weight * config.routed_scaling_factor, share)
+
+
+def _of_best_groups(choice_BLE: jax.Array, groups: int, kept: int) -> jax.Array:
+    """Scores with -inf outside of the best groups; a group counts as the sum of its two best experts.
+
+    DeepSeek-V3 (2024), section 2.1.2, node-limited routing, and its reference code.
+    """
+    by_group = choice_BLE.reshape(*choice_BLE.shape[:-1], groups, -1)
+    best = jax.lax.top_k(jax.lax.top_k(by_group, 2)[0].sum(-1), kept)[1]
+    live = (best[..., None] == jnp.arange(groups)).any(-2)[..., None]
+    return jnp.where(live, by_group, -jnp.inf).reshape(choice_BLE.shape)
 
 
 class RouterLoad(nnx.Variable):

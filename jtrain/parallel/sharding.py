@@ -33,6 +33,8 @@ RULES: Rules = {
     "mlp": ("tensor",),
     "expert": ("expert",),
     "router": (),
+    "latent": (),
+    "positions": (),
     "norm": (),
     # activations (heads, kv_heads, mlp and vocab are shared with the parameters)
     "batch": BATCH_AXES,

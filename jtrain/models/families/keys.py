@@ -94,32 +94,26 @@ def fused(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
     return Tensor(parts[0].key, tuple(shape), tuple(s for part in parts for s in part.slots), split, join)
 
 
-def interleaved(
-    key: str, slots: Sequence[Slot], groups: int, shape: Sequence[int], axis: int, inner: Callable[[int], Tensor]
-) -> Tensor:
-    """Parts that take turns along `axis` in `groups` groups, as GPT-NeoX keeps q, k and v head by head.
+def interleaved(parts: Sequence[Tensor], groups: int, axis: int) -> Tensor:
+    """Tensors of one shape that take turns on disk, block by block, as GPT-NeoX keeps q, k and v of every head.
 
     Args:
-      key: name on disk.
-      slots: where the parts lie.
-      groups: how many groups there are; each has one block of every part.
-      shape: of the tensor on disk.
+      parts: the tensors, each as if it lay on disk alone.
+      groups: blocks that each of them has along `axis`.
       axis: along which they take turns.
-      inner: the map of part i alone, as if it lay on disk by itself.
     """
-    count = len(slots)
-    maps = [inner(i) for i in range(count)]
-    before, size, after = tuple(shape[:axis]), shape[axis], tuple(shape[axis + 1 :])
-    blocks = (*before, groups, count, size // (groups * count), *after)
-    alone = (*before, size // count, *after)
+    alone = parts[0].shape
+    before, size, after = alone[:axis], alone[axis], alone[axis + 1 :]
+    blocks = (*before, groups, size // groups, *after)
+    shape = (*before, size * len(parts), *after)
 
     def split(x: np.ndarray) -> Parts:
-        y = np.moveaxis(x.reshape(blocks), axis + 1, 0)
-        return tuple(one.split(part.reshape(alone))[0] for one, part in zip(maps, y, strict=True))
+        y = x.reshape((*before, groups, len(parts), size // groups, *after))
+        pieces = np.moveaxis(y, axis + 1, 0)
+        return tuple(part.split(piece.reshape(alone))[0] for part, piece in zip(parts, pieces, strict=True))
 
     def join(ours: Parts) -> np.ndarray:
-        one = (*before, groups, size // (groups * count), *after)
-        y = [m.join((part,)).reshape(one) for m, part in zip(maps, ours, strict=True)]
-        return np.stack(y, axis + 1).reshape(tuple(shape))
+        pieces = [part.join((one,)).reshape(blocks) for part, one in zip(parts, ours, strict=True)]
+        return np.stack(pieces, axis + 1).reshape(shape)
 
-    return Tensor(key, tuple(shape), tuple(slots), split, join)
+    return Tensor(parts[0].key, shape, tuple(part.slots[0] for part in parts), split, join)

@@ -5,20 +5,24 @@ from __future__ import annotations
 from jtrain.models.config import DecoderConfig
 
 
-def attention_parameter_count(c: DecoderConfig) -> int:
-    """Parameters of one layer's attention."""
-    d, heads, kv_heads, size = c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size
-    if c.kv_lora_rank is not None:
-        rope, nope, value = c.qk_rope_head_dim or 0, c.qk_nope_head_dim or 0, c.value_size
-        rank = c.kv_lora_rank
-        key_value = d * (rank + rope) + rank + rank * heads * (nope + value)
-        query = d * heads * size if c.q_lora_rank is None else c.q_lora_rank * (d + 1 + heads * size)
-        return query + key_value + heads * value * d
-    count = d * size * (2 * heads + 2 * kv_heads)
+def attention_product_count(c: DecoderConfig) -> int:
+    """Entries of one layer's attention kernels: what a token is multiplied with."""
+    d, heads, size = c.hidden_size, c.num_attention_heads, c.head_size
+    if c.kv_lora_rank is None:
+        return d * size * (2 * heads + 2 * c.kv_heads)
+    query = d * heads * size if c.q_lora_rank is None else c.q_lora_rank * (d + heads * size)
+    rope, nope = c.qk_rope_head_dim or 0, c.qk_nope_head_dim or 0
+    latent = d * (c.kv_lora_rank + rope) + c.kv_lora_rank * heads * (nope + c.value_size)
+    return query + latent + heads * c.value_size * d
+
+
+def _attention_parameter_count(c: DecoderConfig) -> int:
+    heads, kv_heads, size = c.num_attention_heads, c.kv_heads, c.head_size
+    count = attention_product_count(c) + (c.kv_lora_rank or 0) + (c.q_lora_rank or 0)  # the latents' norms
     if c.attention_bias:
         count += size * (heads + 2 * kv_heads)
     if c.out_bias:
-        count += d
+        count += c.hidden_size
     if c.qk_norm != "none":
         count += size * (2 if c.qk_norm == "head" else heads + kv_heads)
     return count + (heads if c.attention_sinks else 0)
@@ -44,7 +48,7 @@ def layer_parameter_count(config: DecoderConfig, *, experts: int | None = None) 
         if c.router_offset:
             mlp += c.num_experts
     norms = 4 if c.norm_position == "sandwich" else 2
-    return attention_parameter_count(c) + mlp + norms * _norm_parameter_count(c)
+    return _attention_parameter_count(c) + mlp + norms * _norm_parameter_count(c)
 
 
 def parameter_count(config: DecoderConfig, *, embedding: bool = True, active: bool = False) -> int:

@@ -1,8 +1,7 @@
 """Named decoder shapes. A preset is a shape only: it holds no weights.
 
 Shapes are those of the published `config.json` files; `llama-tiny` to `llama-400m` are ours, for laptops and tests.
-The gpt2 shapes use rotary positions, qwen3-30b-a3b has no norm on queries and keys, and deepseek-v3-like has grouped
-key-value heads in place of latent attention and routes over all experts at once, not over groups of them.
+deepseek-v3 is the model without its additional layer for the prediction of further tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import difflib
 from typing import Any
 
 from jtrain.errors import ConfigError
-from jtrain.models.config import DecoderConfig, RopeScaling
+from jtrain.models.config import DecoderConfig
+from jtrain.models.rope_scaling import RopeScaling, yarn_scale
 
 
 def _llama(d: int, f: int, layers: int, heads: int, kv: int, *, vocab: int = 32_000, **rest: Any) -> DecoderConfig:
@@ -39,6 +39,7 @@ def _gpt2(d: int, layers: int, heads: int) -> DecoderConfig:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=1024,
+        position_embedding="learned",
         tie_word_embeddings=True,
         norm="layernorm",
         activation="gelu",
@@ -118,24 +119,34 @@ PRESETS: dict[str, DecoderConfig] = {
         max_position_embeddings=40_960,
         rope_theta=1e6,
         norm_eps=1e-6,
+        qk_norm="head",
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
-    "deepseek-v3-like": _llama(
+    "deepseek-v3": _llama(
         7168,
         18_432,
         61,
         128,
-        8,
+        128,
         vocab=129_280,
-        head_dim=128,
-        max_position_embeddings=4096,
+        max_position_embeddings=163_840,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
+        rope_interleave=True,
+        attention_scale=192**-0.5 * yarn_scale(40.0) ** 2,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
         norm_eps=1e-6,
         num_experts=256,
         num_experts_per_tok=8,
         moe_intermediate_size=2048,
         n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
         scoring_func="sigmoid",
         routed_scaling_factor=2.5,
         router_aux_loss_coef=1e-4,

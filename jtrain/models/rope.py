@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.models.config import DecoderConfig
-from jtrain.models.rope_scaling import RopeScaling
+from jtrain.models.rope_scaling import RopeScaling, yarn_scale
 
 
 class Rope(NamedTuple):
@@ -77,11 +77,6 @@ def _by_channel(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> 
         high += 0.001
     stretched = np.clip((np.arange(size // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
     return stretched * frequencies / scaling.factor + (1.0 - stretched) * frequencies
-
-
-def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature (eq. 22), with DeepSeek's weight on it: 0.1 mscale ln(factor) + 1."""
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:

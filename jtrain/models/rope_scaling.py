@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -63,3 +64,8 @@ class RopeScaling:
                 "rope_scaling.rope_type is longrope, and short_factor or long_factor is missing",
                 "Give both, one number for every turning pair of channels.",
             )
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature (eq. 22), with DeepSeek's weight on it: 0.1 mscale ln(factor) + 1."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

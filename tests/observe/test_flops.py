@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,29 +5,12 @@ from flax import nnx
 
 from jtrain.models.config import DecoderConfig
 from jtrain.models.decoder import Decoder
+from jtrain.models.presets import preset
 from jtrain.observe.flops import decoder_flops, matmul_parameters, mfu
 from jtrain.observe.hlo import analyze
 from jtrain.ops.cross_entropy import cross_entropy
 
-NO_EXPERTS = {
-    "num_experts": 0,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 0,
-    "expert_size": 0,
-    "num_expert_layers": 0,
-}
-LLAMA3_8B = SimpleNamespace(
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    kv_heads=8,
-    head_size=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    activation="swiglu",
-    num_dense_layers=32,
-    **NO_EXPERTS,
-)
+LLAMA3_8B = preset("llama3-8b")
 
 
 def test_llama3_8b_multiplies_with_its_parameters_less_embedding_and_norms():
@@ -39,18 +20,7 @@ def test_llama3_8b_multiplies_with_its_parameters_less_embedding_and_norms():
 
 def test_the_flops_of_a_token_by_hand():
     # One layer, D=8, 2 heads and 1 kv head of 4, plain feed-forward of 16, V=10, L=3.
-    shape = SimpleNamespace(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        kv_heads=1,
-        head_size=4,
-        intermediate_size=16,
-        vocab_size=10,
-        activation="gelu",
-        num_dense_layers=1,
-        **NO_EXPERTS,
-    )
+    shape = DecoderConfig(10, 8, 16, 1, 2, num_key_value_heads=1, activation="gelu")
     # q 8·8, k and v 8·4 each, o 8·8, up and down 8·16 each, head 8·10.
     assert matmul_parameters(shape) == 64 + 32 + 32 + 64 + 128 + 128 + 80 == 528
     # Tokens of the row see 1, 2 and 3 keys: 2 on average; 2 products of 2·keys·8 FLOPs.
@@ -66,6 +36,22 @@ def test_a_token_is_multiplied_with_its_own_experts_only():
         first_k_dense_replace=1,
     )  # fmt: skip
     assert matmul_parameters(shape) == 3 * 4 * 64 + 3 * 8 * 16 + 2 * (3 * 3 * 8 * 4 + 48) + 80
+
+
+def test_windows_and_latents_by_hand():
+    # Of 4 tokens with a window of 2: 1, 2, 2, 2 keys; without: 1, 2, 3, 4.
+    shape = DecoderConfig(
+        10, 8, 16, 2, 2, activation="gelu", sliding_window=2, layer_types=("sliding_attention", "full_attention")
+    )
+    attention = 4 * 8 * (1.75 + 2.5)
+    assert decoder_flops(shape, 4).causal == 3 * (2 * matmul_parameters(shape) + attention)
+    # q 8·3, its heads 3·2·(4+2), latent and key 8·(5+2), heads 5·2·(4+6), out 2·6·8, up and down, head.
+    latent = DecoderConfig(
+        10, 8, 16, 1, 2, activation="gelu", q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2,
+        v_head_dim=6,
+    )  # fmt: skip
+    assert matmul_parameters(latent) == 24 + 36 + 56 + 100 + 96 + 256 + 80
+    assert decoder_flops(latent, 3).causal == 3 * (2 * 648 + 2 * 2 * 2 * (6 + 6))
 
 
 def test_the_conventions_differ_by_half_the_attention():

@@ -33,11 +33,12 @@ def cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of the loss over all targets, and their number. See `cross_entropy_and_correct`."""
     loss, count, _ = cross_entropy_and_correct(
-        hidden, head, targets, label_smoothing=label_smoothing, z_loss=z_loss, chunk_size=chunk_size
+        hidden, head, targets, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, chunk_size=chunk_size
     )
     return loss, count
 
@@ -49,6 +50,7 @@ def cross_entropy_and_correct(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cross-entropy of `softmax(hidden @ head)` against the targets.
@@ -63,12 +65,18 @@ def cross_entropy_and_correct(
       targets: [B, L], already shifted: what hidden[t] must predict. -100 is left out.
       label_smoothing: share of the target that is spread evenly over the vocabulary.
       z_loss: weight of log(Z)^2.
+      softcap: logits z become softcap * tanh(z / softcap) first (Gemma 2, arXiv:2408.00118, section 2).
       chunk_size: tokens of a row whose logits exist at a time; rows of two tokens and more make two chunks at least.
 
     Returns:
       Loss sum, number of targets, and number of targets that are the likeliest token (all float32; float64 where
       hidden is). Only the loss sum has a gradient.
+
+    Raises:
+      ValueError: a soft cap that is not positive.
     """
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}; write a positive number, or None")
     b, length, _ = hidden.shape
     # A chunk takes as many tokens from every part of a row that the mesh has cut: each device has some of them at hand.
     parts = ways(length, "residual_sequence")
@@ -82,9 +90,14 @@ def cross_entropy_and_correct(
     ranks = mesh_axis_size("batch")
     spans = ways(parts, "sequence")
     vocab = logical_size("vocab", head.shape[1])
-    options = _Options(label_smoothing, z_loss, vocab, ranks if b % ranks == 0 else 1, spans)
+    options = _Options(label_smoothing, z_loss, softcap, vocab, ranks if b % ranks == 0 else 1, spans)
     loss, correct = _chunked(options, x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
     return loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct
+
+
+def soft_cap(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """softcap * tanh(logits / softcap); None leaves them."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _chunk_count(rows: int, length: int, vocab: int, chunk_size: int | None) -> int:
@@ -103,6 +116,7 @@ def _chunk_count(rows: int, length: int, vocab: int, chunk_size: int | None) -> 
 class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
+    softcap: float | None
     vocab: int
     """Size of the vocabulary without padding."""
     ranks: int
@@ -113,6 +127,7 @@ class _Options(NamedTuple):
 
 class _Chunk(NamedTuple):
     logits_BPCV: jax.Array
+    """After the soft cap; -inf in the padding."""
     log_z_BPC: jax.Array
     target_BPCV: jax.Array
     """One-hot targets, as booleans (fused, never stored)."""
@@ -125,6 +140,7 @@ def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.
     wide = jnp.promote_types(x_BPCD.dtype, jnp.float32)
     z = jnp.einsum("bpcd,dv->bpcv", x_BPCD, head_DV, preferred_element_type=wide)
     z = constrain(z, "batch", "sequence", None, "vocab")
+    z = soft_cap(z, options.softcap)
     # Where manual axes cut the vocabulary, a device has its own tokens only: what runs over all is summed over them.
     parts = manual_axes("vocab")
     token = jnp.arange(z.shape[-1]) + (jax.lax.axis_index(parts) * z.shape[-1] if parts else 0)
@@ -175,6 +191,9 @@ def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, 
         if options.z_loss:
             p = p * (1.0 + 2.0 * options.z_loss * chunk.log_z_BPC[..., None])
         d_z = p - (1.0 - options.label_smoothing) * chunk.target_BPCV - options.label_smoothing / options.vocab
+        if options.softcap is not None:
+            z = chunk.logits_BPCV
+            d_z = d_z * jnp.where(jnp.isneginf(z), 0.0, 1.0 - jnp.square(z / options.softcap))
         d_z = (jnp.where(chunk.live_BPC[..., None], d_z, 0.0) * lift).astype(half)
         d_z = constrain(d_z, "batch", "sequence", None, "vocab")
         parts = manual_axes("vocab")

@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jtrain.ops.cross_entropy import cross_entropy, cross_entropy_and_correct
+from jtrain.ops.logical import logical_rules
 
-from .meshes import on_mesh
+from .meshes import AXES, RULES, on_mesh
 
 B, L, D, V = 4, 16, 8, 510
 RNG = np.random.default_rng(0)
@@ -18,26 +19,36 @@ HEAD = jnp.asarray(RNG.normal(0, 1, (D, V)), jnp.float32)
 TARGETS = jnp.asarray(np.where(RNG.random((B, L)) < 0.3, -100, RNG.integers(0, V, (B, L))), jnp.int32)
 
 
-def by_hand(hidden, head, targets, smoothing=0.0, z_weight=0.0):
+def by_hand(hidden, head, targets, smoothing=0.0, z_weight=0.0, softcap=None):
     """Loss sum and its gradients, float64, from all logits at once."""
     x, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(head, np.float64)
     t = np.asarray(targets).reshape(-1)
     z = x @ w
+    slope = 1.0
+    if softcap is not None:
+        slope = 1 / np.cosh(z / softcap) ** 2
+        z = softcap * np.tanh(z / softcap)
     log_z = np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1)
     wanted = np.full(z.shape, smoothing / z.shape[1])
     live = t != -100
     wanted[live, t[live]] += 1.0 - smoothing
     loss = (log_z - (wanted * z).sum(-1) + z_weight * log_z**2)[live].sum()
     p = np.exp(z - log_z[:, None])
-    d_z = (p * (1 + 2 * z_weight * log_z[:, None]) - wanted) * live[:, None]
+    d_z = (p * (1 + 2 * z_weight * log_z[:, None]) - wanted) * live[:, None] * slope
     correct = (z.argmax(-1) == t)[live].sum()
     return loss, live.sum(), correct, (d_z @ w.T).reshape(hidden.shape), x.T @ d_z
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"chunk_size": 5}],
-    ids=["plain", "smoothing", "z_loss", "chunks of 5"],
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"z_loss": 1e-2},
+        {"chunk_size": 5},
+        {"softcap": 2.0, "label_smoothing": 0.1, "z_loss": 1e-2},
+    ],
+    ids=["plain", "smoothing", "z_loss", "chunks of 5", "soft cap"],
 )
 def test_loss_and_gradients_equal_those_from_all_logits_in_float64(options):
     def loss(hidden, head):
@@ -47,7 +58,8 @@ def test_loss_and_gradients_equal_those_from_all_logits_in_float64(options):
     (total, (count, correct)), (d_hidden, d_head) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
         HIDDEN, HEAD
     )
-    want = by_hand(HIDDEN, HEAD, TARGETS, options.get("label_smoothing", 0.0), options.get("z_loss", 0.0))
+    names = ("label_smoothing", "z_loss", "softcap")
+    want = by_hand(HIDDEN, HEAD, TARGETS, *(options.get(name, 0.0 if name != "softcap" else None) for name in names))
     np.testing.assert_allclose(total, want[0], rtol=1e-6)
     assert (int(count), int(correct)) == want[1:3]
     np.testing.assert_allclose(d_hidden, want[3], atol=2e-5)
@@ -69,8 +81,8 @@ def test_label_smoothing_equals_hugging_faces_golden_number():
 def test_float64_is_kept():
     with jax.enable_x64(True):
         hidden, head = HIDDEN.astype(jnp.float64), HEAD.astype(jnp.float64)
-        total, d_head = jax.jit(jax.value_and_grad(lambda w: cross_entropy(hidden, w, TARGETS)[0]))(head)
-        want = by_hand(hidden, head, TARGETS)
+        total, d_head = jax.jit(jax.value_and_grad(lambda w: cross_entropy(hidden, w, TARGETS, softcap=3.0)[0]))(head)
+        want = by_hand(hidden, head, TARGETS, softcap=3.0)
         np.testing.assert_allclose(total, want[0], rtol=1e-13)
         np.testing.assert_allclose(d_head, want[4], atol=1e-12)
 
@@ -126,14 +138,39 @@ def test_a_mesh_changes_no_number(sizes):
     def run(hidden, head):
         with on_mesh(*sizes):
             return jax.value_and_grad(
-                lambda h, w: cross_entropy(h, w, TARGETS, label_smoothing=0.1)[0], argnums=(0, 1)
+                lambda h, w: cross_entropy(h, w, TARGETS, label_smoothing=0.1, softcap=2.0)[0], argnums=(0, 1)
             )(hidden, head)
 
     total, (d_hidden, d_head) = jax.jit(run)(HIDDEN, HEAD)
-    want = by_hand(HIDDEN, HEAD, TARGETS, 0.1)
+    want = by_hand(HIDDEN, HEAD, TARGETS, 0.1, softcap=2.0)
     np.testing.assert_allclose(total, want[0], rtol=1e-6)
     np.testing.assert_allclose(d_hidden, want[3], atol=2e-5)
     np.testing.assert_allclose(d_head, want[4], atol=2e-5)
+
+
+def test_a_vocabulary_that_manual_axes_cut_changes_no_number():
+    # As in a pipeline: a device has its own 128 of 510 tokens, two of the last one's are padding.
+    devices = np.array(jax.devices()[:4]).reshape(1, 4)
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0}
+
+    def local(hidden, head):
+        with logical_rules(mesh, RULES, manual=AXES, sizes={"vocab": V}):
+            return jax.value_and_grad(lambda *a: cross_entropy(*a, TARGETS, **options)[0], argnums=(0, 1))(hidden, head)
+
+    columns = PartitionSpec(None, "tensor")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), columns),
+        out_specs=(PartitionSpec(), (PartitionSpec(), columns)),
+        check_vma=False,
+    )
+    total, (d_hidden, d_head) = jax.jit(mapped)(HIDDEN, jnp.pad(HEAD, ((0, 0), (0, 2))))
+    want = by_hand(HIDDEN, HEAD, TARGETS, 0.1, 1e-2, 2.0)
+    np.testing.assert_allclose(total, want[0], rtol=1e-6)
+    np.testing.assert_allclose(d_hidden, want[3], atol=2e-5)
+    np.testing.assert_allclose(d_head[:, :V], want[4], atol=2e-5)
 
 
 def test_data_ranks_meet_once_for_the_heads_gradient_and_not_once_a_chunk():

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jtrain.config import load_config
 from jtrain.models.decoder import Decoder
 from jtrain.models.presets import preset
+from jtrain.models.rope_scaling import RopeScaling
 from jtrain.tasks.pretrain import pretrain_loss
 from jtrain.train.program import Program, build_program, mesh_and_batch
 
@@ -58,6 +59,68 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "tie_word_embeddings": True,
     },
+    # Parts of the families of Hugging Face, as they come together there: Gemma, gpt-oss, DeepSeek, GPT-NeoX, OLMo 2.
+    "windows": {
+        "norm_position": "sandwich",
+        "norm_unit_offset": True,
+        "qk_norm": "head",
+        "sliding_window": 5,
+        "layer_types": ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention"),
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": RopeScaling(rope_type="linear", factor=8.0),
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "embedding_multiplier": 4.0,
+        "activation": "geglu",
+        "tie_word_embeddings": True,
+    },
+    "sinks": EXPERTS
+    | {
+        "attention_sinks": True,
+        "attention_bias": True,
+        "router_offset": True,
+        "expert_bias": True,
+        "activation": "swiglu_clamped",
+        "sliding_window": 4,
+        "layer_types": ("sliding_attention", "full_attention") * 2,
+    },
+    "latent": EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "rope_interleave": True,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "scoring_func": "sigmoid",
+        "router_bias_update_rate": 0.01,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 5,
+    },
+    "parallel": {
+        "parallel_residual": True,
+        "partial_rotary_factor": 0.5,
+        "norm": "layernorm",
+        "activation": "gelu_exact",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 4,
+    },
+    "post": {
+        "norm_position": "post",
+        "qk_norm": "full",
+        "position_embedding": "learned",
+        "clip_qkv": 1.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.25,
+        "num_hidden_layers": 5,
+        "dropout": 0.1,
+    },
+    "unplaced": {"no_rope_layers": (1, 1, 0, 1), "qk_norm": "head"},
 }
 """Grouped key-value heads, packed rows and uneven masks in all of them."""
 

@@ -87,6 +87,25 @@ FLAT = [
     Case("dense", "data=4,fsdp=2", 8, (), (("sharding", {"gradient_axes": ["data"], "optimizer_axes": ["data"]}),)),
 ]
 
+FORMS = [
+    *(
+        Case(variant, mesh, devices, section)
+        for variant in ("windows", "sinks", "latent", "parallel", "post", "unplaced")
+        for mesh, devices, section in (
+            ("fsdp=2,tensor=4,data=1", 8, ()),
+            ("context=2,fsdp=2,tensor=2,data=1", 8, ()),
+            ("pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(microbatches=4)),
+        )
+    ),
+    Case("windows", "pipeline=2,context=2,data=2", 8, pipeline(virtual_stages=2, microbatches=4)),
+    Case("sinks", "expert=2,tensor=2,fsdp=2,data=1", 8),
+    Case("sinks", "pipeline=2,expert=2,data=1", 4, pipeline(microbatches=4)),
+    Case("latent", "expert=4,tensor=2,data=1", 8),
+    Case("latent", "context=4,data=2", 8, (), (("context", {"method": "ulysses"}),)),
+    Case("latent", "pipeline=2,expert=2,data=1", 4, pipeline(virtual_stages=2, microbatches=2)),
+]
+"""What the families of Hugging Face have beside the plain decoder."""
+
 
 @pytest.mark.parametrize("case", SMOKE, ids=str)
 def test_a_few_meshes_give_the_answer_of_one_device(case):
@@ -94,7 +113,7 @@ def test_a_few_meshes_give_the_answer_of_one_device(case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", [*STAGED, *FLAT], ids=str)
+@pytest.mark.parametrize("case", [*STAGED, *FLAT, *FORMS], ids=str)
 def test_every_mesh_gives_the_answer_of_one_device(case):
     check(case)
 
@@ -116,4 +135,4 @@ def test_sixteen_devices_give_the_answer_of_one():
 
 
 def test_the_grid_is_as_large_as_promised():
-    assert len({str(case) for case in [*SMOKE, *STAGED, *FLAT, *SIXTEEN]}) >= 60
+    assert len({str(case) for case in [*SMOKE, *STAGED, *FLAT, *FORMS, *SIXTEEN]}) >= 60

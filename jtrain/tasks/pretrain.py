@@ -21,7 +21,7 @@ from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
-from jtrain.ops.cross_entropy import cross_entropy_and_correct
+from jtrain.ops.cross_entropy import cross_entropy_and_correct, soft_cap
 from jtrain.ops.zigzag import to_zigzag, zigzag_order
 from jtrain.tasks.decoder import (
     attention_name,
@@ -159,6 +159,7 @@ def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size:
             targets,
             label_smoothing=label_smoothing if training else 0.0,
             z_loss=z_loss if training else 0.0,
+            softcap=_softcap(model),
             chunk_size=chunk_size,
         )
         metrics = {"mean_token_accuracy": (correct, count)}
@@ -189,6 +190,11 @@ def _text_metrics(sums: Sums) -> dict[str, float]:
     return metrics
 
 
+def _softcap(model: nnx.Module) -> float | None:
+    """The bound of the logits of a decoder; a model of one's own has `hidden` and `head` and nothing more to say."""
+    return model.config.final_logit_softcapping if isinstance(model, Decoder) else None
+
+
 def _token_losses(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """For `predict`: the log-probability of every label [b, L] (at its own place), 0 where there is none."""
     hidden = model.hidden(  # type: ignore[attr-defined]
@@ -196,6 +202,7 @@ def _token_losses(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, j
     )
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum("bld,dv->blv", hidden, model.head(), preferred_element_type=wide)  # type: ignore[attr-defined]
+    logits = soft_cap(logits, _softcap(model))
     targets = next_token(batch["labels"])
     live = targets != IGNORE
     logprobs = jax.nn.log_softmax(logits)

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jtrain import PretrainTrainer
 from jtrain.errors import ConfigError, DataError, Exit
 from jtrain.models.config import DecoderConfig
-from jtrain.tasks.pretrain import next_token, pretrain_loss
+from jtrain.models.decoder import Decoder
+from jtrain.tasks.pretrain import _token_losses, next_token, pretrain_loss
 
 BPE = Path(__file__).parents[2] / "configs" / "assets" / "jargon-bpe-1024.json"
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "seven", "wizards", "brew", "potions")
@@ -214,6 +216,24 @@ def test_the_model_may_be_a_presets_name_and_the_optimizer_a_chain(tmp_path):
 
 
 # Figures
+
+
+def test_loss_and_log_probabilities_are_of_logits_with_their_soft_cap():
+    shape = DecoderConfig(32, 8, 8, 1, 2, initializer_range=1.0, final_logit_softcapping=0.5, logits_scaling=2.0)
+    ids = jnp.arange(12).reshape(1, 12)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "segment_ids": jnp.ones_like(ids), "row": ids[:, 0]}
+
+    def figures():
+        with nnx.use_eager_sharding(False):
+            model = Decoder(shape, nnx.Rngs(0))
+        return model(ids), pretrain_loss()(model, batch, None), _token_losses(model, batch)["logprobs"]
+
+    logits, loss, logprobs = jax.jit(figures, compiler_options={"xla_backend_optimization_level": 0})()
+    logits = np.asarray(logits, np.float64)[0, :-1]
+    assert 0.4 < np.abs(logits).max() <= 0.5
+    expected = np.log(np.exp(logits).sum(-1)) - logits[np.arange(11), np.arange(1, 12)]
+    np.testing.assert_allclose(loss.sum / loss.count, expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(logprobs[0, 1:], -expected, rtol=1e-5)
 
 
 def test_perplexity_and_bits_per_byte_are_those_of_the_labels_log_probabilities(trained):

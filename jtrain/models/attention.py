@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,20 +62,45 @@ class Attention(nnx.Module):
           segment_ids_BL: document of each token.
           window: tokens that are seen, itself included; None: all.
         """
+        return self.with_entry(x_BLD, rope, segment_ids_BL, window)[0]
+
+    def with_entry(
+        self,
+        x_BLD: jax.Array,
+        rope: Rope | None,
+        segment_ids_BL: jax.Array | None,
+        window: int | WindowChoice | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """As `__call__`, and what a cache keeps of the tokens: keys and values [B, L, K, Dh]."""
         q, k, v = (checkpoint_name(a, remat.QKV) for a in self.heads(x_BLD, rope))
-        config = self.config
         y = attention(
-            q,
-            k,
-            v,
-            segment_ids=segment_ids_BL,
-            window=window,
-            scale=config.attention_scale,
-            softcap=config.attn_logit_softcapping,
-            sinks=self.sinks[...] if config.attention_sinks else None,
-            kernel=config.attention,
+            q, k, v, segment_ids=segment_ids_BL, window=window, kernel=self.config.attention, **self._scores()
         )
-        return self.output(y)
+        return self.output(y), (k, v)
+
+    def step(
+        self, x_B1D: jax.Array, rope: Rope | None, attend: Callable[..., jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """One token a row.
+
+        Args:
+          x_B1D: activations.
+          rope: as for `__call__`.
+          attend: `attend(q, k, v, scale, softcap, sinks)`, attention over what a cache holds and the token itself.
+
+        Returns:
+          [B, 1, D], and what the cache has to keep: key and value [B, K, Dh].
+        """
+        q, k, v = (a[:, 0] for a in self.heads(x_B1D, rope))
+        return self.output(attend(q, k, v, **self._scores())[:, None]), (k, v)
+
+    def _scores(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "scale": config.attention_scale,
+            "softcap": config.attn_logit_softcapping,
+            "sinks": self.sinks[...] if config.attention_sinks else None,
+        }
 
     def heads(self, x_BLD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, Dh], keys and values [B, L, K, Dh], as they meet.

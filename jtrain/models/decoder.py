@@ -297,10 +297,13 @@ class Decoder(nnx.Module):
                 "use model.hidden and model.head() with jtrain.ops.cross_entropy, or sharding.rules: {vocab: [tensor]}",
             )
         segments = None if attention_mask is None else attention_mask.astype(jnp.int32)
-        x = self.hidden(input_ids, position_ids=position_ids, segment_ids=segments)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return self.logits(self.hidden(input_ids, position_ids=position_ids, segment_ids=segments))
+
+    def logits(self, x_BLD: jax.Array) -> jax.Array:
+        """Logits of the next token [B, L, V], of what `hidden` returns; float32 at least."""
+        wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
         head = pad_vocabulary(self.head(), 1)
-        logits = jnp.einsum("bld,dv->blv", whole_sequence(x), head, preferred_element_type=wide)
+        logits = jnp.einsum("bld,dv->blv", whole_sequence(x_BLD), head, preferred_element_type=wide)
         if self.config.final_logit_softcapping is not None:
             cap = self.config.final_logit_softcapping
             logits = jnp.tanh(logits / cap) * cap

@@ -8,6 +8,9 @@ Legend: R rank of the latent, Dn channels of a head that do not turn, Dr channel
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -66,21 +69,45 @@ class LatentAttention(nnx.Module):
         window: int | WindowChoice | None = None,
     ) -> jax.Array:
         """[B, L, D] -> [B, L, D]; the arguments are those of `Attention`."""
+        return self.with_entry(x_BLD, rope, segment_ids_BL, window)[0]
+
+    def with_entry(
+        self,
+        x_BLD: jax.Array,
+        rope: Rope | None,
+        segment_ids_BL: jax.Array | None,
+        window: int | WindowChoice | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """As `__call__`, and what a cache keeps of the tokens: latent and shared key [B, L, 1, R + Dr]."""
         q, latent_BLR, k_rope_BLDr = self.queries_and_latent(x_BLD, rope)
         k, v = self.keys_and_values(latent_BLR, k_rope_BLDr)
         q, k, v = (checkpoint_name(a, remat.QKV) for a in (q, k, v))
-        config = self.config
         y = attention(
-            q,
-            k,
-            v,
-            segment_ids=segment_ids_BL,
-            window=window,
-            scale=config.attention_scale,
-            softcap=config.attn_logit_softcapping,
-            kernel=config.attention,
+            q, k, v, segment_ids=segment_ids_BL, window=window, kernel=self.config.attention, **self._scores()
         )
-        return self.output(y)
+        return self.output(y), (jnp.concatenate([latent_BLR, k_rope_BLDr], axis=-1)[:, :, None],)
+
+    def step(
+        self, x_B1D: jax.Array, rope: Rope | None, attend: Callable[..., jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """One token a row; the arguments are those of `Attention.step`, and the cache keeps [B, 1, R + Dr].
+
+        The latent is never made into heads: what makes keys of it is multiplied with the query instead, and what makes
+        values of it with the result (DeepSeek-V2, section 2.1.2: both are absorbed). All heads then share one key.
+        """
+        config = self.config
+        nope, rank = config.qk_nope_head_dim or 0, config.kv_lora_rank or 0
+        q, latent, k_rope = self.queries_and_latent(x_B1D, rope)
+        kernel_RHC, _ = self.kv_b_proj.at_use(q.dtype, 1)
+        q_latent = jnp.einsum("bhn,rhn->bhr", q[:, 0, :, :nope], kernel_RHC[..., :nope])
+        query = jnp.concatenate([q_latent, q[:, 0, :, nope:]], axis=-1)
+        entry = jnp.concatenate([latent, k_rope], axis=-1)  # [B, 1, R + Dr]: the token is the head
+        scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+        mixed = attend(query, entry, entry, **self._scores() | {"scale": scale})[..., :rank]
+        return self.output(jnp.einsum("bhr,rhv->bhv", mixed, kernel_RHC[..., nope:])[:, None]), (entry,)
+
+    def _scores(self) -> dict[str, Any]:
+        return {"scale": self.config.attention_scale, "softcap": self.config.attn_logit_softcapping}
 
     def queries_and_latent(self, x_BLD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, Dn + Dr], the latent [B, L, R] and the shared key [B, L, Dr], as a cache keeps them."""

@@ -46,7 +46,7 @@ class StreamDecoder:
 
     def _take(self, text: str) -> str:
         new = text[len(self._known) :]
-        if self._waiting:
+        if new:  # a control token has no text: alone in the window it would make a beginning of what follows
             self._window = self._window[-self._waiting :]
             self._known, self._waiting = self._tokenizer.decode(self._window), 0
         return new

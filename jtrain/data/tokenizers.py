@@ -265,6 +265,10 @@ class JsonTokenizer(TokenizerBase):
         return self._backend.id_to_token(int(token))
 
     def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
         return frozenset(n for n, added in self._backend.get_added_tokens_decoder().items() if added.special)
 
     def token_bytes(self) -> np.ndarray | None:

@@ -2,9 +2,9 @@
 
     python -m tests.peers.make_chat_goldens TOKENIZER_JSON SENTENCEPIECE_MODEL
 
-TOKENIZER_JSON: a small byte-level BPE, to which the control tokens of the templates are added; SENTENCEPIECE_MODEL: that
-of Mistral 7B v0.1 (Apache-2.0). Needs transformers and protobuf. Both tokenizers are written beside the goldens. The BPE
-that is committed was made of the King James Bible (public domain).
+TOKENIZER_JSON: a small byte-level BPE (the one that is committed was made of the King James Bible, public domain), to
+which the control tokens of the templates are added; SENTENCEPIECE_MODEL: that of Mistral 7B v0.1 (Apache-2.0). Needs
+transformers and protobuf. Both tokenizers are written beside the goldens.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""GGUF files (llama.cpp) as Hugging Face folders."""

@@ -19,6 +19,8 @@ from jtrain.config.validate import validate
 from jtrain.config.yaml_file import parse_scalar
 from jtrain.errors import ConfigError
 
+_SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "load_in_8bit", "load_in_4bit")
+"""Aliases that stand for a word of another field."""
 _NUMBER = re.compile(r"-(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|-(inf|nan)")
 
 
@@ -83,7 +85,7 @@ def _is_switch(name: str) -> bool:
     if name in names.sections():
         return False
     alias = names.ALIASES.get(name)
-    return name in ("bf16", "fp16", "gradient_checkpointing") if alias else names.takes(name, bool)
+    return name in _SWITCHES or names.takes(alias.target if alias else name, bool)
 
 
 def _joined(name: str, text: str) -> tuple[str, ...]:

@@ -17,23 +17,32 @@ from jtrain.errors import ConfigError
 
 @functools.cache
 def sections() -> dict[str, type[Section]]:
-    """Section name -> its model."""
-    return {
-        name: field.annotation
-        for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    }
+    """Dotted name of every section -> its model; a section's own sections follow it (`model`, `model.lora`)."""
+    found: dict[str, type[Section]] = {}
+
+    def walk(model: type[Section], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                found[prefix + name] = field.annotation
+                walk(field.annotation, f"{prefix}{name}.")
+
+    walk(Config, "")
+    return found
 
 
 @functools.cache
 def fields() -> dict[str, FieldInfo]:
     """Dotted path of every field that holds a value -> its description; in the order of the schema."""
     flat: dict[str, FieldInfo] = {}
-    for name, field in Config.model_fields.items():
-        if name in sections():
-            flat.update({f"{name}.{leaf}": info for leaf, info in sections()[name].model_fields.items()})
-        else:
-            flat[name] = field
+
+    def walk(model: type[Section], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            if prefix + name in sections():
+                walk(sections()[prefix + name], f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = field
+
+    walk(Config, "")
     return flat
 
 
@@ -58,6 +67,10 @@ def _flag(name: str, value: Any) -> bool:
 
 def _precision(name: str, precision: str) -> Callable[[Any], Any]:
     return lambda value: precision if _flag(name, value) else None
+
+
+def _base(name: str, base: str) -> Callable[[Any], Any]:
+    return lambda value: base if _flag(name, value) else None
 
 
 def _remat(value: Any) -> str:
@@ -88,7 +101,7 @@ def _schedule(value: Any) -> Any:
     return _SCHEDULES.get(value, value) if isinstance(value, str) else value
 
 
-_HF, _LIGHTNING, _SHORT = "Hugging Face", "Lightning", "short"
+_HF, _PEFT, _LIGHTNING, _SHORT = "Hugging Face", "PEFT", "Lightning", "short"
 ALIASES: dict[str, Alias] = {
     alias.name: alias
     for alias in (
@@ -116,6 +129,14 @@ ALIASES: dict[str, Alias] = {
         Alias("save_steps", "checkpoint.save_steps", _HF),
         Alias("save_total_limit", "checkpoint.save_total_limit", _HF),
         Alias("resume_from_checkpoint", "checkpoint.resume", _HF, _resume, "true is auto, false is never"),
+        Alias("r", "model.lora.rank", _PEFT),
+        Alias("lora_alpha", "model.lora.alpha", _PEFT),
+        Alias("lora_dropout", "model.lora.dropout", _PEFT),
+        Alias("target_modules", "model.lora.targets", _PEFT),
+        Alias("use_rslora", "model.lora.rslora", _PEFT),
+        Alias("use_dora", "model.lora.dora", _PEFT),
+        Alias("load_in_8bit", "model.lora.base", _HF, _base("load_in_8bit", "int8"), "true is int8"),
+        Alias("load_in_4bit", "model.lora.base", _HF, _base("load_in_4bit", "nf4"), "true is nf4"),
         Alias("accumulate_grad_batches", "gradient_accumulation_steps", _LIGHTNING),
         Alias("gradient_clip_val", "optimizer.max_grad_norm", _LIGHTNING),
         Alias("max_epochs", "num_train_epochs", _LIGHTNING),
@@ -131,7 +152,6 @@ NOT_BUILT = {
     "task": ("sft", "dpo", "reward", "grpo", "ppo", "distill"),
     "strategy": ("auto",),
     "mesh": ("auto",),
-    "precision": ("fp8-mixed",),
 }
 """Values that the words of the config foresee and that do not exist yet."""
 

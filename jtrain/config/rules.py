@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jtrain.config.names import nearest
-from jtrain.config.schema import DURATION, Config, Duration, MeshConfig
+from jtrain.config.schema import DURATION, Config, Duration, LoraConfig, MeshConfig
 from jtrain.errors import ConfigError
 
 AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
@@ -53,6 +53,7 @@ def check(config: Config) -> Config:
         )
     _across_slices(config)
     _context_kernel(config)
+    _lora(config)
     if isinstance(config.devices, int):
         mesh = resolve_mesh(config.mesh, config.devices)
         check_context_length(config, mesh["context"])
@@ -348,6 +349,23 @@ def _context_kernel(config: Config) -> None:
             "has one",
             "Write model.attention: auto, or context.method: ulysses.",
         )
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def _lora(config: Config) -> None:
+    section, default = config.model.lora, LoraConfig()
+    for field in LoraConfig.model_fields:
+        value = getattr(section, field)
+        if not section.rank and value != getattr(default, field):
+            frozen = " (a frozen model without adapters trains nothing)" if field == "base" else ""
+            raise ConfigError(
+                f"model.lora.{field}: {value!r} with model.lora.rank: 0, which is no adapter{frozen}",
+                "Write model.lora.rank: 8 (or another), or leave the section out.",
+            )
+    if section.rank and not section.targets:
+        raise ConfigError("model.lora.targets: empty: nothing would be trained", "Write all-linear, or names (q_proj).")
 
 
 # -- batch ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true", "auto"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-mixed", "64-true", "auto"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -94,6 +94,24 @@ class DistributedConfig(Section):
     """host:port that the coordinator listens on; by default that of `coordinator_address` (never all interfaces)."""
 
 
+class LoraConfig(Section):
+    rank: NotNegative = 0
+    """Rank of the adapters W + scale A B (LoRA, Hu et al. 2021) beside a frozen model; 0: none, everything trains."""
+    alpha: Annotated[float, Field(gt=0.0)] = 16.0
+    """The scale of the adapters is alpha / rank (rslora: alpha / sqrt(rank))."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Rate of dropout on what goes into the adapters."""
+    targets: Strings = ("all-linear",)
+    """Projections with an adapter: names (q_proj), patterns of their paths (layers/attention/.*), or all-linear."""
+    rslora: bool = False
+    """Scale alpha / sqrt(rank), which lets high ranks learn (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Trains the length of every column of W + scale A B beside the adapters (DoRA, Liu et al. 2024)."""
+    base: Literal["auto", "keep", "bf16", "int8", "nf4"] = "auto"
+    """How the frozen model is stored. auto: bf16 where the step computes in bf16, else keep; keep: in the parameters'
+    type; int8, nf4: the projections in 8 and in 4.13 bits a weight (QLoRA, Dettmers et al. 2023), the rest as auto."""
+
+
 class ModelConfig(Section):
     preset: str = "llama-tiny"
     """Named shape; every field below that is set replaces the preset's value."""
@@ -163,6 +181,7 @@ class ModelConfig(Section):
     """Tokens of a row that an expert takes, relative to an even share (others are dropped); 0: all of them."""
     expert_kernel: Literal["auto", "blocks", "ragged_dot", "megablox"] = "auto"
     """Kernel of dropless experts; auto chooses by platform and shape and logs its choice."""
+    lora: LoraConfig = LoraConfig()
 
 
 def split_sources(sources: list[Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -418,8 +437,10 @@ class Config(Section):
     fast_dev_run: bool | NotNegative = False
     """true or n: n (1) training and evaluation batches, no checkpoint, no tracker."""
     precision: Precision = "bf16-mixed"
-    """mixed: computes in that type with float32 parameters; true: everything in it; auto: bf16-mixed where the
-    hardware has it, else 32-true."""
+    """mixed: computes in that type with float32 parameters (fp8: the products of projections, all else in bf16); true:
+    everything in it; auto: bf16-mixed where the hardware has it, else 32-true."""
+    fp8: Literal["native", "emulate"] = "native"
+    """fp8-mixed on hardware without fp8 products. native: it is refused; emulate: the same numbers, slower."""
     deterministic: bool = False
     """GPU: deterministic kernels and fixed autotuning. CPU and TPU are deterministic anyway."""
     strategy: Strategy | None = None

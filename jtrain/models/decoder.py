@@ -83,6 +83,9 @@ class Decoder(nnx.Module):
     vocabulary_parallel = True
     """Tokens are looked up and scored by `jtrain.ops` only, which take a part of the vocabulary as well."""
 
+    adapter_dropout: float = 0.0
+    """Rate of the adapters that `jtrain.models.lora.add_lora` put beside the projections."""
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, param_dtype: DTypeLike = "float32"):
         self.config = config
         dtype = jnp.dtype(param_dtype)
@@ -163,7 +166,7 @@ class Decoder(nnx.Module):
           ValueError: dropout is on, and `rng` or `row` is missing.
         """
         config = self.config
-        if deterministic or config.dropout == 0.0:
+        if deterministic or not (config.dropout or self.adapter_dropout):
             rng = row = None
         elif rng is None or row is None:
             raise ValueError("dropout needs rng and row; pass deterministic=True to switch it off")
@@ -173,7 +176,8 @@ class Decoder(nnx.Module):
         keys = None
         if rng is not None and row is not None:
             embedding_keys, keys = dropout_keys(rng, config.num_hidden_layers, row)
-            x = dropout(x, config.dropout, embedding_keys)
+            if config.dropout:
+                x = dropout(x, config.dropout, embedding_keys)
         kinds = LayerKinds(config, position_ids, x.dtype)
         leading = config.first_k_dense_replace
         figures = None

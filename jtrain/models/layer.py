@@ -16,6 +16,7 @@ from jtrain.models.feed_forward import FeedForward
 from jtrain.models.mla import LatentAttention
 from jtrain.models.moe import MixtureOfExperts
 from jtrain.models.norm import Norm
+from jtrain.models.projection import adapter_keys
 from jtrain.models.rope import Rope, rope_tables
 from jtrain.models.router import RouterFigures
 from jtrain.ops.attention import WindowChoice
@@ -62,7 +63,7 @@ class Layer(nnx.Module):
           x_BLD: activations.
           rope: rotary tables of this layer; None: nothing turns.
           segment_ids_BL: document of each token, 0 for padding.
-          keys_2B: keys of the dropout of both branches; None: none.
+          keys_2B: keys of the dropout of both branches and of the adapters; None: none.
           bias_E: the router's bias on its choice.
           window: tokens that are seen; None: all before.
         """
@@ -70,7 +71,8 @@ class Layer(nnx.Module):
         def attend(h_BLD: jax.Array) -> jax.Array:
             return self.attention(h_BLD, rope, segment_ids_BL, window)
 
-        return self.block(x_BLD, attend, segment_ids_BL, keys_2B, bias_E)
+        with adapter_keys(None if keys_2B is None else keys_2B[0]):
+            return self.block(x_BLD, attend, segment_ids_BL, keys_2B, bias_E)
 
     def block(
         self,
@@ -92,7 +94,7 @@ class Layer(nnx.Module):
                 y = getattr(self, name)(y)
             if config.residual_multiplier != 1.0:
                 y = y * jnp.asarray(config.residual_multiplier, y.dtype)
-            return y if keys_2B is None else dropout(y, config.dropout, keys_2B[place])
+            return y if keys_2B is None or not config.dropout else dropout(y, config.dropout, keys_2B[place])
 
         h = whole_sequence(before("attention_norm", x_BLD))
         attended = branch(attend(h), "post_attention_norm", 0)

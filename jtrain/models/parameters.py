@@ -11,6 +11,15 @@ from flax import nnx
 
 Axes = tuple[str, ...]
 
+FROZEN = {"frozen": True}
+"""Metadata of a parameter that is never trained: it has no gradient and no optimizer state."""
+OWN_TYPE = {"own_type": True}
+"""Metadata of a parameter that is stored in the type that it has, whatever the run's precision."""
+COMPUTE_TYPE = {"compute_type": True}
+"""Metadata of a parameter that is stored in bfloat16 where the step computes in it, and would round it anyway."""
+EXACT = {"exact": True}
+"""Metadata of a parameter that is stored and used in the type that it has (scales of quantised weights)."""
+
 
 def normal(key: jax.Array, std: float, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype) -> nnx.Param:
     """A parameter from a normal distribution of mean 0 and standard deviation `std`."""

@@ -15,29 +15,33 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jtrain.ops.logical import axis_sizes, constrain, logical_spec, pin
 
 
-def weight_gradient(x_BLX: jax.Array, d_y_BLY: jax.Array, *stored: str | None) -> jax.Array:
+def weight_gradient(
+    x_BLX: jax.Array, d_y_BLY: jax.Array, *stored: str | None, dtype: DTypeLike | None = None
+) -> jax.Array:
     """Gradient [*X, *Y] of a weight: the sum over rows and tokens of the outer product of input and gradient.
 
     Args:
       x_BLX: input [B, L, *X].
       d_y_BLY: gradient of the product [B, L, *Y].
       *stored: logical names of the weight's dimensions, which say where it is stored.
+      dtype: type of the result; None: that of the operands.
     """
     shape = (*x_BLX.shape[2:], *d_y_BLY.shape[2:])
     axes = _token_axes(x_BLX.shape[:2])
     later = _later(axes, shape, stored)
     if not later:
-        return jnp.tensordot(x_BLX, d_y_BLY, axes=((0, 1), (0, 1)))
+        return jax.lax.dot_general(x_BLX, d_y_BLY, (((0, 1), (0, 1)), ((), ())), preferred_element_type=dtype)
     x, d_y = (_apart(operand, axes) for operand in (x_BLX, d_y_BLY))
     split = x.ndim - (x_BLX.ndim - 2)
     kept = [axis for axis, place in _places(axes) if axis in later]
     places = [place for axis, place in _places(axes) if axis in later]
     summed = [place for place in range(split) if place not in places]
-    parts = jax.lax.dot_general(x, d_y, ((summed, summed), (places, places)))
+    parts = jax.lax.dot_general(x, d_y, ((summed, summed), (places, places)), preferred_element_type=dtype)
     return meet(parts, kept, *stored)
 
 

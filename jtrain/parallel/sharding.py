@@ -36,6 +36,7 @@ RULES: Rules = {
     "latent": (),
     "positions": (),
     "norm": (),
+    "lora_rank": (),
     # activations (heads, kv_heads, mlp and vocab are shared with the parameters)
     "batch": BATCH_AXES,
     "sequence": ("context",),

@@ -23,6 +23,7 @@ from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
 from jtrain.ops.cross_entropy import cross_entropy_and_correct, soft_cap
 from jtrain.ops.zigzag import to_zigzag, zigzag_order
+from jtrain.tasks.adapters import decoder_factory, lora_of
 from jtrain.tasks.decoder import (
     attention_name,
     check_experts,
@@ -78,7 +79,7 @@ class PretrainTrainer(Trainer):
         loss = config.loss
         super().__init__(
             config,
-            model=lambda rngs: Decoder(self.decoder, rngs),
+            model=decoder_factory(self.decoder, lora_of(config.model.lora)),
             loss_fn=pretrain_loss(loss.label_smoothing, loss.z_loss, loss.chunk_size),
             train_data=rows,
             eval_data=eval_rows,

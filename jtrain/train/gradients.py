@@ -20,13 +20,12 @@ GradientFn = Callable[[Any, Any, Batch, jax.Array, jax.Array], tuple[Any, Loss, 
 
 def accumulated_gradients(model: FunctionalModel, loss_fn: LossFn, plan: StatePlan) -> GradientFn:
     """Gradients of one micro-batch after the other."""
-    precision = plan.precision
 
     def gradients_of(params: Any, variables: Any, micro: Batch, rng: jax.Array, scale: jax.Array) -> Any:
         """Gradients of the scaled sum of one micro-batch, its loss, and the variables after it."""
 
         def scaled_sum(trained: Any) -> tuple[jax.Array, tuple[Loss, Any]]:
-            whole = precision.cast(combine(trained, params, plan.trainable))
+            whole = plan.cast(combine(trained, params, plan.trainable))
             module = model.merge(whole, variables, per_micro_batch(rng, micro))
             module.train()
             loss = call_loss(loss_fn, module, micro, rng)

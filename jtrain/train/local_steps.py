@@ -92,7 +92,7 @@ def make_local_step(
             params=params,
             opt_state=opt_state,
             variables=variables,
-            ema=moving_average(state, params, ema_decay),
+            ema=moving_average(state, params, plan, ema_decay),
             across=across,
         )
         new = accept(new, state, mean, finite, nonfinite, precision)

@@ -19,6 +19,7 @@ from flax import nnx
 from jtrain.errors import ConfigError
 from jtrain.train.optimizers import path_of
 
+TRAITS = ("frozen", "own_type", "compute_type", "exact")
 ModelFactory = Callable[[nnx.Rngs], nnx.Module]
 
 
@@ -31,6 +32,8 @@ class FunctionalModel:
       params: tree of ShapeDtypeStruct (pure nested dict), the `nnx.Param`s.
       variables: the same for everything else that a model keeps (batch statistics, ...), without random states.
       names: tree of the structure of `params`: logical axis names of each parameter, or None.
+      traits: the same: which of `TRAITS` are set in a parameter's metadata
+        (`jtrain.models.parameters`).
       vocabulary_parallel: whether the module's class says so: its tables with a "vocab" axis are read by `jtrain.ops`
         only (`embedding_lookup`, `cross_entropy`), which work on a part of the vocabulary as well.
     """
@@ -39,9 +42,14 @@ class FunctionalModel:
     params: Any
     variables: Any
     names: Any
+    traits: Any
     vocabulary_parallel: bool
     _graphdef: Any
     _states: tuple[Any, Any, Any]
+
+    def has(self, trait: str) -> Any:
+        """Tree of bools: which parameters have the trait."""
+        return jax.tree.map(lambda traits: trait in traits, self.traits, is_leaf=lambda x: isinstance(x, frozenset))
 
     def merge(self, params: Any, variables: Any, rng: jax.Array | None = None) -> nnx.Module:
         """The module with these values. `rng` seeds its own random streams (`nnx.Dropout` and the like)."""
@@ -112,9 +120,10 @@ def functional_model(model: ModelFactory | type[nnx.Module] | nnx.Module) -> Fun
         return _pure(drawn), _pure(kept)
 
     pure = _pure(params)
-    return FunctionalModel(
-        init, pure, _pure(variables), _names(params, pure), vocabulary_parallel, graphdef, (params, variables, random)
-    )
+    names = _metadata(params, pure, _names)
+    traits = _metadata(params, pure, lambda metadata: frozenset(trait for trait in TRAITS if metadata.get(trait)))
+    states = (params, variables, random)
+    return FunctionalModel(init, pure, _pure(variables), names, traits, vocabulary_parallel, graphdef, states)
 
 
 def _abstract(split: Callable[[jax.Array], tuple[Any, Any, Any, Any]]) -> tuple[Any, Any, Any, Any]:
@@ -129,12 +138,16 @@ def _abstract(split: Callable[[jax.Array], tuple[Any, Any, Any, Any]]) -> tuple[
     return graphdef, params, variables, random
 
 
-def _names(params: Any, pure: Any) -> Any:
-    """Logical axis names from the Flax metadata `out_sharding`, as a tree of the structure of `pure`."""
-    table: dict[str, Any] = {}
-    for path, variable in nnx.to_flat_state(params):
-        names = variable.get_metadata().get("out_sharding")
-        table["/".join(map(str, path))] = None if names is None else tuple(names)
+def _names(metadata: dict[str, Any]) -> Any:
+    """Logical axis names of a parameter."""
+    names = metadata.get("out_sharding")
+    return None if names is None else tuple(names)
+
+
+def _metadata(params: Any, pure: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
+    """What `read` makes of the Flax metadata of every parameter, as a tree of the structure of `pure`."""
+    flat = nnx.to_flat_state(params)
+    table = {"/".join(map(str, path)): read(variable.get_metadata()) for path, variable in flat}
     return jax.tree_util.tree_map_with_path(lambda path, _: table[path_of(path)], pure)
 
 

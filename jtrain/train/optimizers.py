@@ -29,8 +29,13 @@ def parameter_paths(params: Any) -> list[str]:
     return [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
 
 
-def trainable_mask(params: Any, freeze: Sequence[str]) -> Any:
+def trainable_mask(params: Any, freeze: Sequence[str], frozen: Any = None) -> Any:
     """Tree of bools: False where a pattern of `optimizer.freeze` matches the whole path.
+
+    Args:
+      params: tree of parameters.
+      freeze: the patterns.
+      frozen: tree of bools: what the model freezes by itself (the base of adapters).
 
     Raises:
       ConfigError: a pattern that is no regular expression or matches nothing, or all parameters frozen.
@@ -42,7 +47,11 @@ def trainable_mask(params: Any, freeze: Sequence[str]) -> Any:
             raise ConfigError(
                 f"optimizer.freeze: {pattern.pattern!r} matches no parameter", f"parameters: {', '.join(paths)}"
             )
-    mask = [not any(pattern.fullmatch(path) for pattern in patterns) for path in paths]
+    fixed = [False] * len(paths) if frozen is None else jax.tree.leaves(frozen)
+    mask = [
+        not by_model and not any(pattern.fullmatch(path) for pattern in patterns)
+        for path, by_model in zip(paths, fixed, strict=True)
+    ]
     if not any(mask):
         raise ConfigError(f"optimizer.freeze={list(freeze)} freezes every parameter", "leave something to train")
     return jax.tree.unflatten(jax.tree.structure(params), mask)
@@ -144,7 +153,7 @@ def muon_dimensions(params: Any, names: Any) -> Any:
     """Tree of `MuonDimensionNumbers` (which axes are input, which output), None where Muon does not apply.
 
     With logical names: a matrix of a layer has `embed` on one side and everything else but `layers` and `expert` on the
-    other (every expert is a matrix of its own).
+    other (every expert is a matrix of its own); without `embed`, an adapter's has its rank on one side.
     Without: every two-dimensional parameter.
     """
 
@@ -152,9 +161,10 @@ def muon_dimensions(params: Any, names: Any) -> Any:
         if axes is None:
             return contrib.MuonDimensionNumbers(0, 1) if param.ndim == 2 else None
         inner = [i for i, axis in enumerate(axes) if axis not in ("layers", "expert")]
-        if "vocab" in axes or "embed" not in axes or len(inner) < 2:
+        side = next((axis for axis in ("embed", "lora_rank") if axis in axes), None)
+        if "vocab" in axes or side is None or len(inner) < 2:
             return None
-        embed = axes.index("embed")
+        embed = axes.index(side)
         others = tuple(i for i in inner if i != embed)
         first = embed < others[0]
         return contrib.MuonDimensionNumbers((embed,) if first else others, others if first else (embed,))

@@ -105,7 +105,7 @@ class _Region:
 
     def gradients(self, params: Any, variables: Any, batch: Batch, rng: jax.Array, scale: jax.Array) -> Any:
         """See `GradientFn`."""
-        params = jax.tree.leaves(self.plan.precision.cast(params))
+        params = jax.tree.leaves(self.plan.cast(params))
         stack, layouts = self._divide(params, variables, batch, rng)
 
         def region(params: Any, variables: Any, batch: Batch, rng: jax.Array, scale: jax.Array) -> Any:

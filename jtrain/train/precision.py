@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jtrain.errors import ConfigError
+from jtrain.ops.fp8 import Mode, has_fp8
+
 _INITIAL_SCALE = 2.0**15  # as torch.amp.GradScaler's order of magnitude (2**16); halved at once when it is too large
 _GROWTH_INTERVAL = 2000  # torch.amp.GradScaler
 _MAX_SCALE = 2.0**24
@@ -23,6 +26,7 @@ class Precision:
       compute_dtype: dtype that the step casts parameters to before the model sees them.
       matmul: `jax.default_matmul_precision` while the step is traced; None leaves the platform's.
       loss_scaling: whether a dynamic loss scale is kept (fp16).
+      fp8: how projections multiply in 8 bits (`jtrain.ops.fp8`); None: in the compute type, as everything else.
     """
 
     name: str
@@ -30,6 +34,16 @@ class Precision:
     compute_dtype: Any
     matmul: str | None = None
     loss_scaling: bool = False
+    fp8: Mode | None = None
+
+    def __str__(self) -> str:
+        """What runs in which type, in a few words."""
+        if self.fp8 is None:
+            return self.name
+        how = "" if self.fp8 == "native" else " (emulated)"
+        return (
+            f"{self.name}: projections in e4m3, their gradients in e5m2{how}; all else in {self.compute_dtype.__name__}"
+        )
 
     def cast(self, tree: Any) -> Any:
         """Floating-point leaves in the compute dtype; everything else untouched."""
@@ -45,21 +59,39 @@ _POLICIES = {
     "bf16-mixed": Precision("bf16-mixed", jnp.float32, jnp.bfloat16),
     "bf16-true": Precision("bf16-true", jnp.bfloat16, jnp.bfloat16),
     "16-mixed": Precision("16-mixed", jnp.float32, jnp.float16, loss_scaling=True),
+    "fp8-mixed": Precision("fp8-mixed", jnp.float32, jnp.bfloat16, fp8="native"),
     "64-true": Precision("64-true", jnp.float64, jnp.float64, matmul="highest"),
 }
 _NO_BFLOAT16 = ("V100", "T4", "P100")  # compute capability below 8.0: bfloat16 is emulated
 
 
-def precision_policy(name: str, device: jax.Device | None = None) -> Precision:
+def precision_policy(name: str, device: jax.Device | None = None, fp8: Mode = "native") -> Precision:
     """The policy of that name; `auto` chooses by device.
 
     auto: bf16-mixed on TPUs and on GPUs that compute in bfloat16, 16-mixed on older GPUs, 32-true on CPUs.
+
+    Args:
+      name: the config's word.
+      device: of the run.
+      fp8: of fp8-mixed: products of the device itself, or the same numbers by other means.
+
+    Raises:
+      ConfigError: fp8-mixed on a device that does not multiply 8-bit floats, without `fp8: emulate`.
     """
     if name == "auto":
         platform = device.platform if device else "cpu"
         old = device is not None and any(word in device.device_kind for word in _NO_BFLOAT16)
         name = "32-true" if platform == "cpu" else "16-mixed" if old else "bf16-mixed"
-    return _POLICIES[name]
+    policy = _POLICIES[name]
+    if policy.fp8 is None:
+        return policy
+    if fp8 == "native" and device is not None and not has_fp8(device):
+        raise ConfigError(
+            f"precision: fp8-mixed on {device.device_kind}, which has no products of 8-bit floats "
+            "(NVIDIA GPUs have them from L4, L40S and H100 on)",
+            "write precision: bf16-mixed, or fp8: emulate for the numbers without the speed",
+        )
+    return dataclasses.replace(policy, fp8=fp8)
 
 
 @jax.tree_util.register_dataclass

@@ -95,7 +95,8 @@ class Program:
         fresh = dataclasses.replace(self.init(), params=None, ema=None, across=None)
         params, ema = load_parameters(source, self.plan.abstract.params), self.plan.abstract.ema
         if ema is not None:  # a copy: the step donates both, and a buffer can be given away once
-            ema = jax.tree.map(lambda p, e: jax.device_put(jnp.array(p, e.dtype), e.sharding), params, ema)
+            trained = select(params, self.plan.trainable)
+            ema = jax.tree.map(lambda p, e: jax.device_put(jnp.array(p, e.dtype), e.sharding), trained, ema)
         across = None
         if self.plan.across is not None:
             across = jax.jit(self.plan.across.begin, out_shardings=self.plan.shardings.across)(params)
@@ -142,14 +143,14 @@ def build_program(
     """
     split = functional_model(model)
     device = mesh.devices.flat[0]
-    precision = precision_policy(config.precision, device)
+    precision = precision_policy(config.precision, device, config.fp8)
     if config.sharding.offload_optimizer or config.sharding.offload_parameters:
         _check_offload(device)
     rules = make_rules(config.sharding.rules)
     pipeline = pipeline_of(config, mesh, batch)
     if pipeline is not None:
         rules = pipeline_rules(rules, pipeline.chunks)
-    trainable = trainable_mask(split.params, config.optimizer.freeze)
+    trainable = trainable_mask(split.params, config.optimizer.freeze, split.has("frozen"))
     schedule: Schedule | None = None
     if optimizer is None:
         section = config.schedule

@@ -48,7 +48,7 @@ class TrainState:
       opt_state: the optax state, over the trainable parameters.
       variables: what the model keeps beside parameters (batch statistics, ...).
       loss_scale: fp16 only, else None.
-      ema: moving average of the parameters, else None.
+      ema: moving average of the trainable parameters, else None.
       across: what slices keep that compute by themselves (`jtrain/train/across_slices.py`), else None. With local steps
         `params` are the outer parameters, and `opt_state` is a stack, one a slice.
     """
@@ -71,6 +71,7 @@ class StatePlan:
       abstract: a `TrainState` of `ShapeDtypeStruct`s with shardings.
       gradients: tree of `NamedSharding` of the (accumulated) gradients; None where a parameter is frozen.
       trainable: tree of bools, of the structure of the parameters.
+      exact: the same: which parameters the model sees in the type that they are stored in.
       mesh: the mesh.
       rules: the table of logical axes.
       precision: what is stored, and what a step computes in.
@@ -81,6 +82,7 @@ class StatePlan:
     abstract: TrainState
     gradients: Any
     trainable: Any
+    exact: Any
     mesh: Mesh
     rules: Rules
     precision: Precision
@@ -91,6 +93,10 @@ class StatePlan:
     def shardings(self) -> TrainState:
         """A `TrainState` of `NamedSharding`s."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    def cast(self, params: Any) -> Any:
+        """Parameters as the model sees them: in the compute type, but for those that are exact."""
+        return jax.tree.map(lambda leaf, exact: leaf if exact else self.precision.cast(leaf), params, self.exact)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -131,7 +137,7 @@ def plan_state(
       mesh: the mesh.
       rules: the table of `make_rules`; by default without overrides.
       precision: a policy, or its name in the config; its parameter dtype is the stored one.
-      trainable: tree of bools; None trains everything.
+      trainable: tree of bools; None trains all that the model does not freeze.
       optimizer_axes: mesh axes that divide the optimizer state beyond the parameters' own (ZeRO-1).
       gradient_axes: mesh axes that divide the gradients beyond the parameters' own (ZeRO-2).
       offload_optimizer: optimizer state in pinned host memory between steps.
@@ -141,8 +147,9 @@ def plan_state(
     """
     rules = make_rules() if rules is None else rules
     precision = precision_policy(precision, mesh.devices.flat[0]) if isinstance(precision, str) else precision
-    trainable = jax.tree.map(lambda _: True, model.params) if trainable is None else trainable
-    params = jax.eval_shape(precision.store, model.params)
+    trainable = jax.tree.map(lambda frozen: not frozen, model.has("frozen")) if trainable is None else trainable
+    exact = model.has("exact")
+    params = _stored(model, precision)
 
     def sharding(extra: Sequence[str], host: bool) -> Any:
         def one(leaf: jax.ShapeDtypeStruct, names: Any) -> NamedSharding:
@@ -170,10 +177,23 @@ def plan_state(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), model.variables
         ),
         loss_scale=scale if precision.loss_scaling else None,
-        ema=_with(jax.eval_shape(_float32, params), sharding((), False)) if ema else None,
+        ema=_with(jax.eval_shape(_float32, select(params, trainable)), select(sharding((), False), trainable))
+        if ema
+        else None,
     )
     gradients = select(sharding(gradient_axes, False), trainable)
-    return StatePlan(abstract, gradients, trainable, mesh, rules, precision, context)
+    return StatePlan(abstract, gradients, trainable, exact, mesh, rules, precision, context)
+
+
+def _stored(model: FunctionalModel, precision: Precision) -> Any:
+    """Shapes and types of the parameters at rest."""
+    params = jax.eval_shape(precision.store, model.params)
+    for trait in ("exact", "own_type"):
+        params = jax.tree.map(lambda keep, own, leaf: own if keep else leaf, model.has(trait), model.params, params)
+    if precision.compute_dtype == jnp.bfloat16:
+        computed = jax.eval_shape(precision.cast, params)
+        params = jax.tree.map(lambda on, a, b: a if on else b, model.has("compute_type"), computed, params)
+    return params
 
 
 def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: StatePlan, *, seed: int) -> TrainState:
@@ -191,7 +211,7 @@ def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: S
             opt_state=tx.init(trained) if across is None else across.init_optimizer(tx, trained),
             variables=variables,
             loss_scale=None if plan.abstract.loss_scale is None else LossScale.create(),
-            ema=None if plan.abstract.ema is None else _float32(params),
+            ema=None if plan.abstract.ema is None else _float32(trained),
             across=None if across is None else across.begin(params),
         )
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jtrain.ops.context import context_options
+from jtrain.ops.fp8 import fp8_products
 from jtrain.ops.logical import logical_rules
 from jtrain.train.across_slices import Exchange, total_loss
 from jtrain.train.gradients import Batch, GradientFn, accumulated_gradients
@@ -121,7 +122,7 @@ def make_eval_step(
     if batch_loss is not None:
 
         def eval_step(params: Any, variables: Any, batch: Batch) -> Loss:
-            return batch_loss(plan.precision.cast(to_device(params, plan.abstract.params)), variables, batch)
+            return batch_loss(plan.cast(to_device(params, plan.abstract.params)), variables, batch)
 
         return jit(eval_step, plan, compiler_options)
 
@@ -147,7 +148,7 @@ def make_forward(
     """
 
     def forward(params: Any, variables: Any, *arguments: Any) -> Any:
-        module = model.merge(plan.precision.cast(to_device(params, plan.abstract.params)), variables)
+        module = model.merge(plan.cast(to_device(params, plan.abstract.params)), variables)
         module.eval()
         return function(module, *arguments)
 
@@ -163,6 +164,7 @@ def jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: A
             logical_rules(plan.mesh, plan.rules),
             context_options(plan.context),
             jax.default_matmul_precision(plan.precision.matmul),
+            fp8_products(plan.precision.fp8),
         ):
             return function(*arguments)
 
@@ -193,17 +195,21 @@ def _update(
     updates, opt_state = tx.update(grads, state.opt_state, trained)
     params = combine(optax.apply_updates(trained, updates), state.params, plan.trainable)
     changed = {"params": params, "opt_state": opt_state, "variables": variables}
-    return dataclasses.replace(state, step=state.step + 1, ema=moving_average(state, params, ema_decay), **changed)
+    return dataclasses.replace(
+        state, step=state.step + 1, ema=moving_average(state, params, plan, ema_decay), **changed
+    )
 
 
-def moving_average(state: TrainState, params: Any, ema_decay: float) -> Any:
-    """The average after an update to `params`; None where none is kept."""
+def moving_average(state: TrainState, params: Any, plan: StatePlan, ema_decay: float) -> Any:
+    """The average of the trainable parameters after an update to `params`; None where none is kept."""
     if state.ema is None:
         return None
     # The first averages follow quickly, as in tf.train.ExponentialMovingAverage: min(decay, (1 + k) / (10 + k)).
     k = state.step + 1
     decay = jnp.minimum(ema_decay, (1 + k) / (10 + k))
-    return jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), state.ema, params)
+    return jax.tree.map(
+        lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), state.ema, select(params, plan.trainable)
+    )
 
 
 def loss_multiplier(state: TrainState, batch: Batch, precision: Precision) -> Any:

@@ -26,6 +26,7 @@ from jtrain.parallel.lost import as_peer_lost
 from jtrain.parallel.mesh import data_ranks, describe
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.train.across_slices import complete, exchange_name
+from jtrain.train.adapters import counts
 from jtrain.train.callbacks import Callback, CallbackList, early_stopping
 from jtrain.train.compiled import CompiledStep
 from jtrain.train.evaluation import Evaluator, FilledRows
@@ -35,7 +36,7 @@ from jtrain.train.loss import LossFn
 from jtrain.train.preemption import Preemption
 from jtrain.train.program import build_program, mesh_and_batch
 from jtrain.train.session import Counters, Session
-from jtrain.train.state import TrainState
+from jtrain.train.state import TrainState, combine
 from jtrain.train.step import StepHook
 from jtrain.train.timetable import Timetable
 
@@ -212,13 +213,14 @@ class Trainer:
     def summary(self) -> list[str]:
         """What the run is, in a few words each: printed when it starts."""
         abstract, batch, pipeline = self.plan.abstract, self.program.batch, self.program.pipeline
-        size = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+        trained, size = counts(self.program.model, self.plan.trainable)
+        frozen = "" if trained == size else f", {trained:,} of them trained"
         plural = "es" if batch.accumulation > 1 else ""
         return [
-            f"{size:,} parameters on {describe(self.mesh)}",
+            f"{size:,} parameters{frozen} on {describe(self.mesh)}",
             f"state {bytes_per_device(abstract) / 2**20:,.1f} MiB a device",
             f"{batch.total} rows a step ({batch.accumulation} micro-batch{plural} of {batch.rows})",
-            self.program.precision.name,
+            str(self.program.precision),
             *([] if pipeline is None else [str(pipeline.tables(batch.accumulation))]),
             *([] if (across := exchange_name(self.config)) is None else [across]),
         ]
@@ -317,7 +319,9 @@ class Trainer:
     def _evaluated_params(self) -> Any:
         """The parameters that are evaluated: the moving average, if there is one and it is wanted."""
         state = self.state
-        return state.ema if self.config.eval.use_ema and state.ema is not None else state.params
+        if not self.config.eval.use_ema or state.ema is None:
+            return state.params
+        return combine(state.ema, state.params, self.plan.trainable)
 
     def _evaluator(self, rows: Any) -> Evaluator:
         size = self.config.eval.batch_size or self.program.batch.rows

@@ -11,6 +11,7 @@ import pytest
 import jtrain
 from jtrain.config import load_config, to_yaml
 from jtrain.config.names import choices, fields
+from jtrain.config.schema import LoraConfig
 from jtrain.config.yaml_file import dump_yaml
 
 BASE = {"max_steps": 10, "data": {"train": ["a.txt"], "eval": ["e.txt"]}, "accelerator": "tpu"}
@@ -61,6 +62,12 @@ CHANGED = {
     "model.router_bias_update_rate": 0.001,
     "model.first_k_dense_replace": 1,
     "model.expert_capacity_factor": 1.25,
+    "model.lora.rank": 4,
+    "model.lora.alpha": 8.0,
+    "model.lora.dropout": 0.1,
+    "model.lora.targets": ("q_proj",),
+    "model.lora.rslora": True,
+    "model.lora.dora": True,
     "mesh.expert": 2,
     "model.initializer_range": 0.01,
     "data.train": ("/b.txt",),
@@ -132,6 +139,7 @@ CHANGED = {
 }
 
 TOGETHER = {
+    **{f"model.lora.{name}": {"model.lora.rank": 4} for name in LoraConfig.model_fields if name != "rank"},
     "distributed.process_id": {"distributed.num_processes": 2},
     "dcn.compression": {"mesh.slices": 2},
     "dcn.local_steps": {"mesh.slices": 2},

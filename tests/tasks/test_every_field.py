@@ -16,6 +16,7 @@ import pytest
 
 from jtrain import PretrainTrainer
 from jtrain.config.names import choices, fields
+from jtrain.config.schema import LoraConfig
 
 ROOT = Path(__file__).parents[2]
 BPE = str(ROOT / "configs" / "assets" / "jargon-bpe-1024.json")
@@ -78,6 +79,12 @@ COMPUTED = {
     "model.router_bias_update_rate": 0.001,
     "model.first_k_dense_replace": 1,
     "model.expert_capacity_factor": 1.0,
+    "model.lora.rank": 4,
+    "model.lora.alpha": 8.0,
+    "model.lora.dropout": 0.1,
+    "model.lora.targets": ("q_proj",),
+    "model.lora.rslora": True,
+    "model.lora.dora": True,
     "data.text_field": "body",
     "data.tokenizer": BPE,
     "data.append_eos": False,
@@ -132,7 +139,12 @@ OF_EXPERTS = (
 
 STAGES = {"mesh.data": 1, "mesh.pipeline": 2, "model.num_hidden_layers": 4, "global_batch_size": 16}
 
+ADAPTERS = {"model.lora.rank": 4}
+OF_ADAPTERS = tuple(f"model.lora.{name}" for name in LoraConfig.model_fields if name != "rank")
+
 BESIDE = {
+    "precision": {"fp8": "emulate"},
+    **dict.fromkeys(OF_ADAPTERS, ADAPTERS),
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
     "mesh.expert": {"mesh.data": 1, **EXPERTS},
     "num_train_epochs": {"max_steps": None},
@@ -160,18 +172,19 @@ BESIDE = {
 }
 """What else is set to make the value legal, or to make it count."""
 
-_CONDITIONAL = ("schedule.decay_steps", *OF_EXPERTS)
+_CONDITIONAL = ("schedule.decay_steps", *OF_EXPERTS, *OF_ADAPTERS)
 COMPARED = {name: BESIDE[name] for name in BESIDE if name in _CONDITIONAL or name.startswith(("dcn.", "pipeline."))}
 """Fields that count beside another choice only: what the value is compared with."""
 
 COMPUTED_CHOICES = {
-    "precision": 5,  # auto is 32-true here
+    "precision": 6,  # auto is 32-true here
     "strategy": 4,  # fsdp is another word for zero3
     "dcn.compression": 4,
     "model.remat": 9,
     "model.norm": 2,
     "model.activation": 3,
     "model.scoring_func": 2,
+    "model.lora.base": 4,  # auto is keep in float32
     "data.packing": 3,
     "context.method": 2,  # auto is ulysses here
     "context.layout": 2,
@@ -182,6 +195,7 @@ COMPUTED_CHOICES = {
 """Field with choices -> programs (or rows) that they make."""
 
 SEEN = {
+    "fp8": "tests/train/test_precision.py::test_fp8_is_refused_where_the_device_has_none",
     "task": "tests/cli/test_main.py::test_train_runs_the_task_of_the_config_and_returns_its_code",
     "run_dir": "tests/train/test_trainer.py::test_every_save_is_durable_before_the_run_says_its_end",
     "deterministic": "tests/parallel/test_xla.py::test_gpu_options_follow_determinism",

@@ -64,9 +64,6 @@ class Model:
     params: dict
     variables: dict
 
-    def merge(self, params: dict) -> Decoder:
-        return nnx.merge(self.graph, params, self.variables)
-
 
 def flat(tree: dict, prefix: str = "") -> Arrays:
     out = {}
@@ -105,23 +102,32 @@ def place(arrays: Arrays, slot: Slot) -> np.ndarray:
     return array[slot.index] if slot.index else array
 
 
-def run(model: Model, batch: tuple[np.ndarray, ...], jit: Callable = jax.jit) -> tuple[Any, Any, dict]:
-    """Logits, loss (a mean), gradients: one program."""
-    ids, mask, targets = batch
+def forward(model: Model, batch: tuple[np.ndarray, ...], jit: Callable = jax.jit) -> tuple[jax.Array, jax.Array]:
+    """Logits, and the loss: a mean."""
+    return jit(lambda params: _logits_and_loss(model, params, batch))(jax.tree.map(jnp.asarray, model.params))
 
-    @jit
+
+def run(model: Model, batch: tuple[np.ndarray, ...], jit: Callable = jax.jit) -> tuple[jax.Array, jax.Array, dict]:
+    """Logits, loss and its gradients: one program."""
+
     def program(params: dict) -> tuple[jax.Array, jax.Array, dict]:
         def loss(params: dict) -> tuple[jax.Array, jax.Array]:
-            module = model.merge(params)
-            hidden = module.hidden(ids, segment_ids=mask)
-            cap = model.config.final_logit_softcapping
-            total, count = cross_entropy(hidden, module.head(), targets, softcap=cap)
-            return total / count, module.logits(hidden)
+            logits, value = _logits_and_loss(model, params, batch)
+            return value, logits
 
         (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         return logits, value, gradients
 
-    return program(jax.tree.map(jnp.asarray, model.params))
+    return jit(program)(jax.tree.map(jnp.asarray, model.params))
+
+
+def _logits_and_loss(model: Model, params: dict, batch: tuple[np.ndarray, ...]) -> tuple[jax.Array, jax.Array]:
+    ids, mask, targets = batch
+    module = nnx.merge(model.graph, params, model.variables)
+    hidden = module.hidden(ids, segment_ids=mask)
+    cap = model.config.final_logit_softcapping
+    total, count = cross_entropy(hidden, module.head(), targets, softcap=cap)
+    return module.logits(hidden), total / count
 
 
 def gradient_norms(one: Folder, gradients: dict) -> dict[str, float]:

@@ -7,31 +7,56 @@ import numpy as np
 import pytest
 
 from ..build import jit
-from .folders import NAMES, flat, folder, gradient_norms, model, run
+from .folders import NAMES, Folder, flat, folder, forward, gradient_norms, model, run
+
+ONCE_MORE = ["deepseek-v3-yarn", "gemma3-linear", "llama-linear", "mixtral", "olmoe", "phi3-short", "qwen2-yarn"]
+"""Folders whose backward pass is that of another one: their gradients belong to the grid."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.grid) if name in ONCE_MORE else name for name in NAMES]
+)
 def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     one = folder(name)
-    ours = model(one)
-    assert not [path for path, value in flat(ours.params).items() if np.isnan(value).any()], "parameters left out"
-    assert not [path for path, value in flat(ours.variables).items() if np.isnan(value).any()], "variables left out"
-    logits, loss, gradients = run(ours, one.batch, jit)
-    check(one, logits, loss, gradients)
+    logits, loss, gradients = run(whole(one), one.batch, jit)
+    check_logits(one, logits, loss)
+    check_gradients(one, gradients)
 
 
-def check(one, logits, loss, gradients, tolerance=1.0):
+@pytest.mark.parametrize("name", ONCE_MORE)
+def test_logits_and_loss_equal_those_of_transformers(name):
+    one = folder(name)
+    check_logits(one, *forward(whole(one), one.batch, jit))
+
+
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("deepseek-v3", marks=pytest.mark.grid)])
+def test_in_float64_only_the_rounding_of_transformers_is_left(name):
+    with jax.enable_x64(True):
+        one = folder(name)
+        logits, loss = forward(whole(one, "float64"), one.batch, jit)
+        assert logits.dtype == np.float64
+        check_logits(one, logits, loss, tolerance=2e-6)
+
+
+def whole(one: Folder, dtype: str = "float32"):
+    """The model, and a look whether the key map has left a parameter out."""
+    ours = model(one, dtype)
+    left = [path for path, value in flat({"": ours.params, "v": ours.variables}).items() if np.isnan(value).any()]
+    assert not left, f"no tensor brings {left}"
+    return ours
+
+
+def check_logits(one: Folder, logits: jax.Array, loss: jax.Array, tolerance: float = 2e-4) -> None:
     live = one.batch[1] == 1
     theirs = one.oracle["logits"][live]
-    worst = np.abs(np.asarray(logits)[live] - theirs).max() / (theirs.max() - theirs.min())
-    norms = gradient_norms(one, jax.device_get(gradients))
-    expected = {
-        key.removeprefix("gradnorm."): float(value[0]) for key, value in one.oracle.items() if "gradnorm." in key
-    }
-    assert norms.keys() == expected.keys()
-    off = {key: norms[key] / expected[key] - 1 for key in norms if expected[key] > 1e-7}
-    print(one.hf["model_type"], worst, float(loss) - one.oracle["loss"][0], max(map(abs, off.values())))
-    assert worst < 2e-4 * tolerance
-    assert abs(float(loss) - one.oracle["loss"][0]) < 1e-5 * tolerance
-    assert all(abs(one) < 1e-3 * tolerance for one in off.values()), off
-    assert all(norms[key] < 1e-6 for key in norms if key not in off)
+    off = np.abs(np.asarray(logits)[live] - theirs).max() / (theirs.max() - theirs.min())
+    assert off < tolerance
+    assert abs(float(loss) - one.oracle["loss"][0]) < tolerance / 20
+
+
+def check_gradients(one: Folder, gradients: dict) -> None:
+    ours = gradient_norms(one, jax.device_get(gradients))
+    theirs = {key.removeprefix("gradnorm."): value[0] for key, value in one.oracle.items() if "gradnorm." in key}
+    assert ours.keys() == theirs.keys()
+    for key, norm in theirs.items():
+        assert ours[key] == pytest.approx(norm, rel=1e-3, abs=1e-6), key

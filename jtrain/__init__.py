@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jtrain.errors import JtrainError
     from jtrain.ops.stack import scan_layers
     from jtrain.parallel.mesh import make_mesh
+    from jtrain.tasks.exporting import export
+    from jtrain.tasks.loading import load_model
     from jtrain.tasks.pretrain import PretrainTrainer
     from jtrain.train.callbacks import Callback
     from jtrain.train.history import History
@@ -38,9 +40,11 @@ _WHERE = {
     "PretrainTrainer": "tasks.pretrain",
     "TrainState": "train.state",
     "Trainer": "train.trainer",
+    "export": "tasks.exporting",
     "functional_model": "train.model",
     "init_state": "train.state",
     "load_config": "config.load",
+    "load_model": "tasks.loading",
     "make_mesh": "parallel.mesh",
     "make_train_step": "train.step",
     "plan_state": "train.state",
@@ -59,9 +63,11 @@ __all__ = [
     "PretrainTrainer",
     "TrainState",
     "Trainer",
+    "export",
     "functional_model",
     "init_state",
     "load_config",
+    "load_model",
     "make_mesh",
     "make_train_step",
     "plan_state",

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from jtrain.checkpoint import arrays
 from jtrain.checkpoint.layout import MANIFEST, checkpoints_root, finished_steps, run_path
-from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, check_files, read_manifest
+from jtrain.checkpoint.manifest import ArrayRecord, DamagedCheckpoint, Manifest, check_files, read_manifest
 from jtrain.errors import CheckpointError
 
 
-def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str = "params") -> Any:
+def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str = "params", cast: bool = False) -> Any:
     """Reads the parameters of a run (its newest intact step) or of one checkpoint.
 
     Args:
       path: RUN, RUN/checkpoints or RUN/checkpoints/<step>.
       abstract_params: pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
       prefix: where the parameters stand in the saved state.
+      cast: read floating-point arrays in the type that they were saved in, and round them on the devices.
 
     Returns:
       The pytree with arrays. Optimizer state, step and counters are not read.
@@ -30,9 +33,17 @@ def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str =
     folder, manifest = _intact(run_path(path))
     wanted = {f"{prefix}/{name}": leaf for name, leaf in arrays.flatten(abstract_params).items()}
     saved = {name: record for name, record in manifest.arrays.items() if name.startswith(f"{prefix}/")}
-    remedy = "give the model the shape that it has there (config.yaml of that run)"
-    arrays.require_equal(saved, arrays.records(wanted), str(folder), remedy)
-    restored = arrays.read_arrays(folder / "state", wanted, partial=True)
+    remedy = (
+        "give the model the shape that it has there (config.yaml of that run), or write model.path: with its folder"
+    )
+    stored = {name: _as_saved(leaf, saved.get(name)) for name, leaf in wanted.items()} if cast else wanted
+    arrays.require_equal(saved, arrays.records(stored), str(folder), remedy)
+    restored = arrays.read_arrays(folder / "state", stored, partial=True)
+    for name, leaf in wanted.items():
+        if restored[name].dtype != leaf.dtype:  # one by one: no second copy of them all
+            restored[name] = jax.jit(lambda x, dtype=leaf.dtype: x.astype(dtype), out_shardings=leaf.sharding)(
+                restored[name]
+            )
     return arrays.unflatten(abstract_params, {name.removeprefix(f"{prefix}/"): x for name, x in restored.items()})
 
 
@@ -59,6 +70,23 @@ def load_variables(path: epath.PathLike, fresh: Any, *, prefix: str = "variables
     if wanted:
         values |= arrays.read_arrays(folder / "state", wanted, partial=True)
     return arrays.unflatten(fresh, {name.removeprefix(f"{prefix}/"): x for name, x in values.items()})
+
+
+def saved_dtype(path: epath.PathLike, *, prefix: str = "params") -> str:
+    """Type that most parameters of a run's newest intact checkpoint, or of one checkpoint, have.
+
+    Raises:
+      CheckpointError: there is no intact checkpoint.
+    """
+    _, manifest = _intact(run_path(path))
+    found = Counter(record[0] for name, record in manifest.arrays.items() if name.startswith(f"{prefix}/"))
+    return found.most_common(1)[0][0]
+
+
+def _as_saved(leaf: Any, record: ArrayRecord | None) -> Any:
+    if record is None or not all(jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in (record[0], leaf.dtype)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(record[0]), sharding=leaf.sharding)
 
 
 def _intact(path: epath.Path) -> tuple[epath.Path, Manifest]:

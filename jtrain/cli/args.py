@@ -41,6 +41,17 @@ def parse_config(args: Sequence[str], usage: str, *, optional: bool, defaults: d
     return flags.parse(given, weaker) if given else load.build(weaker)
 
 
+def start_devices(accelerator: str | None = None) -> None:
+    """Brings up the devices for a verb that runs a model without a run's config.
+
+    Raises:
+      ConfigError: there is no such device.
+    """
+    from jtrain.parallel import processes
+
+    processes.start(load.load_config({"accelerator": accelerator} if accelerator else None))
+
+
 def print_help(args: Sequence[str], usage: str) -> None:
     """Prints the help page of a verb that takes a config: all fields by section, with CONFIG's values if given."""
     positional, _ = flags.split([arg for arg in args if arg not in ("--help", "-h")])

@@ -46,9 +46,9 @@ def run(args: list[str]) -> int:
 def _describe(config: Config, rows: int) -> dict[str, Any]:
     from jtrain.data.build import build_data
     from jtrain.data.inspect import describe
-    from jtrain.data.tokenizers import load_tokenizer
+    from jtrain.tasks.source import tokenizer_of
 
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config)
     train, evaluation = build_data(config, tokenizer)
     return describe(train, evaluation, tokenizer, rows)
 

@@ -29,7 +29,8 @@ def run(args: list[str]) -> int:
     config = arguments.parse_config([arg for arg in args if arg != "--json"], USAGE, optional=False)
     from jtrain.cli.explanation import explain
 
-    print(f"compiling the train step: {config.task}, {config.model.preset}", file=sys.stderr, flush=True)
+    model = config.model.path or config.model.preset
+    print(f"compiling the train step: {config.task}, {model}", file=sys.stderr, flush=True)
     found, besides = explain(config)
     if as_json:
         print(json.dumps(found, indent=2))

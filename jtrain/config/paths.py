@@ -15,7 +15,8 @@ OUTPUTS = ("run_dir", "data.cache_dir", "compile_cache")
 """Fields that name what a run writes."""
 
 _WORDS = {"data.tokenizer": ("bytes",), "compile_cache": ("auto",)}
-_INPUTS = ("data.train", "data.eval", "data.tokenizer", "checkpoint.init_from")
+_INPUTS = ("data.train", "data.eval", "data.tokenizer", "checkpoint.init_from", "model.path")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 
 def recipe_folder() -> Path:
@@ -66,7 +67,15 @@ def map_paths(path: str, value: Any, change: Callable[[str], str]) -> Any:
         return type(value)(map_paths(path, item, change) for item in value)
     if not isinstance(value, str) or not value or value in _WORDS.get(path, ()) or "://" in value or _is_number(value):
         return value
-    return change(value)
+    changed = change(value)
+    if path == "model.path" and is_hub_name(value) and not os.path.exists(changed):
+        return value
+    return changed
+
+
+def is_hub_name(value: str) -> bool:
+    """Whether a text has the form of a model on the hub, `org/name[@revision]`; a folder may have it too."""
+    return _HUB_NAME.fullmatch(value) is not None
 
 
 def relative_to(folder: Path) -> Callable[[str], str]:

@@ -115,6 +115,9 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     preset: str = "llama-tiny"
     """Named shape; every field below that is set replaces the preset's value."""
+    path: str | None = None
+    """A model to begin with, in place of a preset: a Hugging Face folder, a run, or what `jtrain import` made. It says
+    the shape, and brings its weights and its tokenizer."""
     remat: Literal[
         "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
     ] = "full"
@@ -208,8 +211,9 @@ class DataConfig(Section):
     """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
     eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(_held_out)] = None
     """Paths, or a fraction of the training data held out from its end."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a Hugging Face tokenizer.json or a SentencePiece .model."""
+    tokenizer: str | None = None
+    """bytes, or the path of a Hugging Face tokenizer.json (or a folder that holds one) or a SentencePiece .model. By
+    default that of `model.path`, else bytes."""
     text_field: str = "text"
     """Field of a JSONL, Parquet or ArrayRecord (JSON) record that holds the text."""
     append_eos: bool = True

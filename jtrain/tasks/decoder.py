@@ -10,43 +10,36 @@ from jax.sharding import Mesh
 
 from jtrain.config.names import nearest
 from jtrain.config.rules import check_context_length
-from jtrain.config.schema import Config, ModelConfig
+from jtrain.config.schema import Config
 from jtrain.data.rows import Rows
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.attention import kv_repeats
 from jtrain.models.config import DecoderConfig
-from jtrain.models.presets import preset
 from jtrain.ops.attention import chosen_kernel
 from jtrain.ops.context import Method, context_method
 from jtrain.ops.grouped_matmul import chosen_expert_kernel
 from jtrain.parallel.pipeline.layout import check_layers
 from jtrain.parallel.sharding import RULES
+from jtrain.tasks.shape import preset_shape, shape_beside
 
 _CHECKED_ROWS = 16
-_SHAPE_FIELDS = tuple(
-    name for name in ModelConfig.model_fields if name != "preset" and name in DecoderConfig.__dataclass_fields__
-)
 
 
-def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
+def decoder_config(config: Config, tokenizer: Tokenizer, base: DecoderConfig | None = None) -> DecoderConfig:
     """The decoder's shape: the preset, the fields that replace its own, the tokenizer's vocabulary.
+
+    Args:
+      config: the run's.
+      tokenizer: of its texts.
+      base: the shape of the model that `model.path` names, in place of a preset; its vocabulary stays.
 
     Raises:
       ConfigError: an unknown preset, a row longer than the model takes, a sharding rule for no dimension of it, heads
         that `mesh.tensor` or `mesh.context` does not divide, experts that `mesh.expert` does not divide.
       DataError: a tokenizer with more tokens than the model's vocabulary.
     """
-    section = config.model
-    shape = preset(section.preset, **{name: getattr(section, name) for name in _SHAPE_FIELDS})
-    if section.vocab_size is None:
-        shape = shape.replace(vocab_size=tokenizer.vocab_size)
-    elif tokenizer.vocab_size > section.vocab_size:
-        raise DataError(
-            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, model.vocab_size is "
-            f"{section.vocab_size}",
-            f"write model.vocab_size: {tokenizer.vocab_size} (or more), or leave it out",
-        )
+    shape = preset_shape(config, tokenizer) if base is None else shape_beside(config, tokenizer, base)
     if config.max_length < 2:
         raise ConfigError(f"max_length={config.max_length} leaves no token to predict", "write max_length: 2 (or more)")
     if config.max_length > shape.max_position_embeddings:

@@ -64,6 +64,12 @@ class LoadedModel:
         forward = make_forward(self.model, self.plan, function, name=name)
         return lambda *arguments: forward(self.params, self.variables, *arguments)
 
+    def with_weights(self, params: Any, variables: Any) -> LoadedModel:
+        """The same model with other weights in the same places; what is compiled for one serves the other."""
+        other = dataclasses.replace(self, params=params, variables=variables)
+        other.__dict__["_logits"] = self._logits
+        return other
+
     def __call__(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> jax.Array:
         """Logits of the next token; compiled once for every shape of the arguments.
 
@@ -94,11 +100,14 @@ class LoadedModel:
                 f"input_ids holds the token {bad}, and the model has {self.decoder.vocab_size}",
                 "encode the text with the model's own tokenizer",
             )
-        return self._logits(*arguments.values())
+        return self._logits(self.params, self.variables, *arguments.values())
 
     @functools.cached_property
     def _logits(self) -> Callable[..., jax.Array]:
-        return self.jit(lambda module, ids, mask, positions: module(ids, mask, positions), "logits")
+        def logits(module: Decoder, ids: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
+            return module(ids, mask, positions)
+
+        return make_forward(self.model, self.plan, logits)
 
 
 def decoder_model(shape: DecoderConfig) -> FunctionalModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from jtrain.config.schema import Config
 from jtrain.data.build import build_data, build_eval
 from jtrain.data.rows import IGNORE, Rows
 from jtrain.data.texts import is_texts
-from jtrain.data.tokenizers import Tokenizer, load_tokenizer
+from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
 from jtrain.observe.flops import TokenFlops, decoder_flops
@@ -30,11 +31,11 @@ from jtrain.tasks.decoder import (
     check_pipeline,
     check_rows,
     check_tensor,
-    decoder_config,
     experts_name,
 )
 from jtrain.tasks.router_losses import router_losses
 from jtrain.tasks.sample import Sampler
+from jtrain.tasks.source import ModelSource, with_model
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
 from jtrain.train.loss import Loss, LossFn
@@ -47,7 +48,7 @@ class PretrainTrainer(Trainer):
 
     Args:
       config: a Config, a YAML file, a recipe's name or a dict; None for the defaults.
-      model: a preset's name, in place of `config.model.preset`; or fields of that section.
+      model: a preset's name, or the path of a model (`model.path`); or fields of that section.
       train_dataset: paths, in place of `config.data.train`; or texts: a list of dicts, a `datasets.Dataset`, any
         sequence of records with the field `data.text_field`; or rows of tokens: a sequence of dicts, or a mapping of
         arrays, with `input_ids`, `labels`, `segment_ids` and `position_ids` of [max_length].
@@ -63,7 +64,7 @@ class PretrainTrainer(Trainer):
         self,
         config: Config | str | dict[str, Any] | None = None,
         *,
-        model: str | dict[str, Any] | None = None,
+        model: str | os.PathLike[str] | dict[str, Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: Sequence[Callback] = (),
@@ -73,8 +74,8 @@ class PretrainTrainer(Trainer):
         **sections: Any,
     ):
         config = _with_arguments(load_config(config, sections), model, train_dataset, eval_dataset)
-        self.tokenizer = load_tokenizer(config.data.tokenizer)
-        self.decoder = decoder_config(config, self.tokenizer)
+        source = ModelSource(config)
+        config, self.tokenizer, self.decoder = source.config, source.tokenizer, source.decoder
         rows, eval_rows = _rows(config, self.tokenizer, train_dataset, eval_dataset)
         loss = config.loss
         super().__init__(
@@ -88,6 +89,7 @@ class PretrainTrainer(Trainer):
             compute_metrics=lambda sums: _text_metrics(sums) | (compute_metrics(sums) if compute_metrics else {}),
             predict_fn=_token_losses,
             step_hook=step_hook,
+            source=source,
         )
         for given in (self.train_rows, self.eval_rows):
             if given is not None:
@@ -254,12 +256,10 @@ def _rows(config: Config, tokenizer: Tokenizer, train: Any, held_out: Any) -> tu
     return rows, eval_rows
 
 
-def _with_arguments(config: Config, model: str | dict[str, Any] | None, train: Any, held_out: Any) -> Config:
+def _with_arguments(config: Config, model: Any, train: Any, held_out: Any) -> Config:
     changes: dict[str, Any] = {}
     if model is not None:
-        if not isinstance(model, str | dict):
-            raise ConfigError(f"model: a {type(model).__name__}", "name a preset, or use Trainer for your own module")
-        changes["model"] = config.model.model_dump() | ({"preset": model} if isinstance(model, str) else model)
+        changes["model"] = with_model(config.model, model)
     data = config.data.model_dump()
     for name, given in (("train", train), ("eval", held_out)):
         if given is not None and _is_path(given):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jtrain.checkpoint import arrays
 from jtrain.config.rules import apply_strategy, check_slices, resolve_batch, resolve_steps, slices_by_themselves
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
@@ -89,19 +90,59 @@ class Program:
         Raises:
           CheckpointError: it holds no intact checkpoint, or one of another model.
         """
-        from jtrain.checkpoint.parameters import load_parameters, load_variables
+        return self.init_with(_Checkpoint(source))
 
+    def init_with(self, weights: InitialWeights) -> TrainState:
+        """The initial state with loaded weights in place of those that would be drawn.
+
+        Raises:
+          JtrainError: what loading them raises.
+        """
+        fresh = self.init()
+        wanted, drawn = arrays.flatten(self.plan.abstract.params), arrays.flatten(fresh.params)
+        drawn = {path: leaf for path, leaf in drawn.items() if not weights.fills(path)}
         # The drawn parameters are freed before the others are read.
-        fresh = dataclasses.replace(self.init(), params=None, ema=None, across=None)
-        params, ema = load_parameters(source, self.plan.abstract.params), self.plan.abstract.ema
+        fresh = dataclasses.replace(fresh, params=None, ema=None, across=None)
+        loaded, variables = weights.load(
+            {path: leaf for path, leaf in wanted.items() if path not in drawn}, arrays.flatten(fresh.variables)
+        )
+        params = arrays.unflatten(self.plan.abstract.params, drawn | loaded)
+        ema = self.plan.abstract.ema
         if ema is not None:  # a copy: the step donates both, and a buffer can be given away once
             trained = select(params, self.plan.trainable)
             ema = jax.tree.map(lambda p, e: jax.device_put(jnp.array(p, e.dtype), e.sharding), trained, ema)
         across = None
         if self.plan.across is not None:
             across = jax.jit(self.plan.across.begin, out_shardings=self.plan.shardings.across)(params)
-        variables = load_variables(source, fresh.variables)
-        return dataclasses.replace(fresh, params=params, variables=variables, ema=ema, across=across)
+        kept = arrays.unflatten(fresh.variables, variables)
+        return dataclasses.replace(fresh, params=params, variables=kept, ema=ema, across=across)
+
+
+class InitialWeights(Protocol):
+    """Weights that a run begins with; paths are those of the flattened trees (`layers/attention/q_proj/kernel`)."""
+
+    def fills(self, path: str) -> bool:
+        """Whether `load` brings this parameter; the others are drawn."""
+        ...
+
+    def load(self, params: dict[str, Any], variables: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Parameters in the types and shardings that are asked for; variables, by default those that are given."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """Weights from a run's newest intact checkpoint, or from one checkpoint."""
+
+    source: str
+
+    def fills(self, path: str) -> bool:
+        return True
+
+    def load(self, params: dict[str, Any], variables: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        from jtrain.checkpoint.parameters import load_parameters, load_variables
+
+        return load_parameters(self.source, params), load_variables(self.source, variables)
 
 
 def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:

@@ -215,6 +215,11 @@ def resumable(meta: dict[str, Any], config: Config, fingerprint: str | None) -> 
     Raises:
       ConfigError: a difference that would make it another run.
     """
+    if "config" not in meta:
+        raise ConfigError(
+            f"run_dir={config.run_dir!r} is what jtrain import made, and no run",
+            f"give another run_dir; to begin with its weights, write model.path: {config.run_dir}",
+        )
     harmless, refused = differences(meta["config"], config)
     before = meta.get("data")
     if not refused and before is not None and fingerprint is not None and before != fingerprint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import optax
@@ -34,13 +34,26 @@ from jtrain.train.history import History
 from jtrain.train.loop import Loop
 from jtrain.train.loss import LossFn
 from jtrain.train.preemption import Preemption
-from jtrain.train.program import build_program, mesh_and_batch
+from jtrain.train.program import InitialWeights, build_program, mesh_and_batch
 from jtrain.train.session import Counters, Session
 from jtrain.train.state import TrainState, combine
 from jtrain.train.step import StepHook
 from jtrain.train.timetable import Timetable
 
 log = logging.getLogger(__name__)
+
+
+class Source(InitialWeights, Protocol):
+    """Where a run's model comes from."""
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether a new run begins with weights that are loaded, and not drawn."""
+        ...
+
+    def keep(self, run_dir: str) -> None:
+        """Writes into the directory of a new run what is needed beside its checkpoints to use the model elsewhere."""
+        ...
 
 
 class Trainer:
@@ -57,6 +70,7 @@ class Trainer:
       compute_metrics: `sums -> dict`, further evaluation figures from name -> (sum, count).
       predict_fn: `predict_fn(model, batch) -> tree of [b, ...] arrays`, for `predict`.
       step_hook: `step_hook(gradients, state, metrics) -> (gradients, metrics)`, traced into the step.
+      source: where the model comes from: weights that a new run begins with, and files that go into its directory.
       **sections: fields and sections of the config (`mesh="fsdp=4"`, `max_steps=100`, `optimizer={"name": "lion"}`).
 
     Raises:
@@ -76,6 +90,7 @@ class Trainer:
         compute_metrics: Callable[[dict[str, tuple[float, float]]], dict[str, float]] | None = None,
         predict_fn: Callable[[Any, dict[str, jax.Array]], Any] | None = None,
         step_hook: StepHook | None = None,
+        source: Source | None = None,
         **sections: Any,
     ):
         if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
@@ -106,6 +121,7 @@ class Trainer:
         self.train_step = CompiledStep(self.program.train_step, "train_step")
         self._eval_step = CompiledStep(self.program.eval_step, "eval_step", once=False)
         self._compute_metrics, self._predict_fn = compute_metrics, predict_fn
+        self._source = source
         self._state: TrainState | None = None
         self._session: Session | None = None
         self.requests: set[str] = set()  # log, evaluate, save, stop: see `request_...`
@@ -151,9 +167,15 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The state on the devices; drawn when it is first asked for."""
+        """The state on the devices; drawn, or loaded, when it is first asked for."""
         if self._state is None:
-            self._state = self.program.init()
+            source, start = self._source, self.config.checkpoint.init_from
+            if start:
+                self._state = self.program.init_from(start)
+            elif source is not None and source.pretrained:
+                self._state = self.program.init_with(source)
+            else:
+                self._state = self.program.init()
         return self._state
 
     @state.setter
@@ -312,8 +334,9 @@ class Trainer:
         if self._trained:
             self.counters = Counters()
         session.write_config()
-        if source:
-            self._state = self.program.init_from(source)
+        _ = self.state  # drawn or loaded now: what is missing is said before the run begins
+        if self._source is not None and not session.dry and processes.is_main():
+            self._source.keep(self.config.run_dir)
         session.emit("start", {"mesh": dict(self.mesh.shape), "max_steps": self.timetable.max_steps})
 
     def _evaluated_params(self) -> Any:

@@ -37,6 +37,7 @@ CHANGED = {
     "distributed.process_id": 1,
     "distributed.bind_address": "host:1234",
     "model.preset": "llama-60m",
+    "model.path": "/model",
     "model.vocab_size": 2048,
     "model.hidden_size": 64,
     "model.intermediate_size": 96,

@@ -208,6 +208,7 @@ SEEN = {
     "distributed.process_id": "tests/parity/test_processes.py::test_losses_and_rows_are_equal",
     "distributed.bind_address": "tests/parallel/test_processes.py::"
     "test_the_coordinator_listens_where_it_is_told_and_never_on_all_interfaces",
+    "model.path": "tests/tasks/test_source.py::test_a_run_begins_with_the_weights_of_the_folder",
     "model.attention": "tests/ops/test_attention.py::test_the_kernel_follows_platform_shape_and_type",
     "model.expert_kernel": "tests/ops/test_grouped_matmul.py::test_the_kernel_follows_platform_shape_and_type",
     "model.max_position_embeddings": "tests/tasks/test_pretrain.py::"

@@ -1,0 +1,187 @@
+"""`jtrain.export`: a model as a Hugging Face folder, which is read again and compared before it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jtrain.checkpoint import arrays, peers
+from jtrain.checkpoint.hf.folder import CONFIG
+from jtrain.checkpoint.hf.gather import tensor_of
+from jtrain.checkpoint.hf.writer import WORDS, Planned, nbytes, plan_shards, write
+from jtrain.checkpoint.staging import staged
+from jtrain.errors import CheckpointError, ConfigError
+from jtrain.models.families import Tensor
+from jtrain.tasks.companion_files import config_json, family_for, has_tokenizer, with_tokenizer
+from jtrain.tasks.loaded import LoadedModel
+from jtrain.tasks.loading import load_opened
+from jtrain.tasks.opened import open_model
+
+SHARD_SIZE = "5GB"
+_ROWS, _LENGTH = 2, 48
+_TOLERANCE = 1e-4
+"""Largest difference of logits between what was written and what is read again, relative to the largest logit."""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Exported(NamedTuple):
+    """What an export has made.
+
+    Attributes:
+      path: the folder.
+      files: number of files with weights.
+      size: bytes of the weights.
+      dtype: their type.
+      difference: largest difference of the logits of a fixed batch, between the model and what was read again.
+      scale: largest absolute logit.
+      notes: what a reader of the folder should know.
+    """
+
+    path: str
+    files: int
+    size: int
+    dtype: str
+    difference: float
+    scale: float
+    notes: tuple[str, ...]
+
+
+def export(
+    model: LoadedModel,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_size: str | int = SHARD_SIZE,
+) -> Exported:
+    """Writes a folder that `transformers` loads: safetensors, config.json, tokenizer, chat template, generation config.
+
+    Weights leave the devices tensor by tensor, from any mesh, and give the same bytes on each. The folder is written
+    beside `out`, read again, and its logits on a fixed batch compared, before it gets its name. With several processes
+    all of them call it, and `out` has to be on a disk that they share.
+
+    Args:
+      model: as `load_model` returns it.
+      out: a folder that does not exist, or is empty.
+      dtype: float32, bfloat16 or float16; by default that of the model.
+      max_shard_size: bytes of a file of weights: a number, or `"5GB"`, `"500MB"`.
+
+    Raises:
+      ConfigError: `out` holds something, an unknown type or size, a decoder that no family of Hugging Face has.
+      StorageError: the disk is full or can't be written; nothing is left behind.
+      CheckpointError: what was read again gives other logits, or numbers do not fit into the type.
+    """
+    dtype = model.precision.name if dtype is None else dtype
+    if dtype not in WORDS:
+        raise ConfigError(f"dtype={dtype!r}", f"choose one of {', '.join(WORDS)}")
+    limit = shard_size(max_shard_size)
+    tensors = {tensor.key: tensor for tensor in family_for(model.decoder, model.source).tensors(model.decoder)}
+    shards = plan_shards([Planned(key, tensor.shape) for key, tensor in tensors.items()], dtype, limit)
+    size = sum(nbytes(planned, dtype) for shard in shards for planned in shard)
+    main = peers.index() == 0
+    with staged(out, size) as folder:
+        write(folder, shards, dtype, _reader(model, tensors, dtype), writes=main)
+        if main:
+            for name, data in _companions(model, dtype).items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(data)
+        peers.exchange("export_written", None)
+        difference, scale = _compare(model, folder, dtype)
+    return Exported(os.fspath(out), len(shards), size, dtype, difference, scale, tuple(_notes(model)))
+
+
+def shard_size(text: str | int) -> int:
+    """Bytes of `5GB`, `500MB`, `1GiB` or a number.
+
+    Raises:
+      ConfigError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMG]?i?B|)", str(text).strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if size < 1:
+        raise ConfigError(f"max_shard_size={text!r}", "write a number of bytes, or e.g. 5GB, 500MB, 2GiB")
+    return size
+
+
+def _reader(model: LoadedModel, tensors: dict[str, Tensor], dtype: str) -> Callable[[str], np.ndarray]:
+    params, variables = arrays.flatten(model.params), arrays.flatten(model.variables)
+
+    def read(name: str) -> np.ndarray:
+        array = tensor_of(tensors[name], params, variables, dtype)
+        if dtype == "float16" and not np.isfinite(array).all():
+            raise CheckpointError(
+                f"{name} holds numbers that are not finite in float16 (its largest is 65,504)", "export it in bfloat16"
+            )
+        return array
+
+    return read
+
+
+def _companions(model: LoadedModel, dtype: str) -> dict[str, bytes]:
+    companions = model.source
+    if not has_tokenizer(companions):
+        companions = with_tokenizer(companions, model.tokenizer, model.decoder.max_position_embeddings)
+    config = config_json(model.decoder, companions, model.tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
+    return {**companions.files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+
+
+def _compare(model: LoadedModel, folder: Path, dtype: str) -> tuple[float, float]:
+    """Reads the folder again and compares logits.
+
+    Returns:
+      The largest difference to the model itself, and the largest absolute logit.
+
+    Raises:
+      CheckpointError: they are not those of the model with its weights rounded to what was written.
+    """
+    length = min(_LENGTH, model.decoder.max_position_embeddings)
+    ids = np.random.default_rng(0).integers(0, model.decoder.vocab_size, (_ROWS, length))
+    if model.precision.matmul != "highest":
+        model = dataclasses.replace(model, precision=dataclasses.replace(model.precision, matmul="highest"))
+    before = _host(model(ids))
+    rounded = before
+    if dtype != model.precision.name:
+        rounded = _host(model.with_weights(_rounded(model.params, dtype), model.variables)(ids))
+    again = load_opened(open_model(folder), dtype=model.precision.name, mesh=model.mesh, rules=model.rules)
+    after = _host(model.with_weights(again.params, again.variables)(ids))
+    scale = float(np.abs(rounded).max())
+    wrong = float(np.abs(after - rounded).max())
+    if not wrong <= _TOLERANCE * scale:
+        raise CheckpointError(
+            f"what was written gives other logits when it is read again: they differ by {wrong:.3g}, the largest is "
+            f"{scale:.3g}",
+            "if the model's own logits are finite, this is a bug in jtrain; nothing was left behind",
+        )
+    return float(np.abs(after - before).max()), scale
+
+
+def _rounded(params: object, dtype: str) -> object:
+    """Every parameter in its own type, with the numbers of a narrower one."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        return jax.jit(lambda x: x.astype(dtype).astype(x.dtype), out_shardings=leaf.sharding)(leaf)
+
+    return jax.tree.map(one, params)
+
+
+def _host(logits: jax.Array) -> np.ndarray:
+    from jax.experimental import multihost_utils
+
+    if logits.is_fully_addressable:
+        return np.asarray(logits)
+    return np.asarray(multihost_utils.process_allgather(logits, tiled=True))
+
+
+def _notes(model: LoadedModel) -> list[str]:
+    if model.tokenizer is None and not has_tokenizer(model.source):
+        return ["there is no tokenizer: the model was loaded without one"]
+    if model.tokenizer is not None and model.tokenizer.spec == "bytes":
+        return ["tokenizer.json stands for the byte tokenizer: the same ids, token b is byte b"]
+    return []

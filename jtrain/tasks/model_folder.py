@@ -1,0 +1,113 @@
+"""RUN/model: what is needed beside a checkpoint to use it when the folder, preset or config that made it is gone.
+
+```
+model/jtrain.json           the decoder's shape, and whether the tokenizer is that of bytes
+model/config.json           Hugging Face's words for it, where a family has them
+model/tokenizer.json, ...   tokenizer, chat template, generation config, as they were found
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from jtrain.checkpoint.files import remove_tree, write_atomic
+from jtrain.checkpoint.hf.companions import EXTRA_TEMPLATES, Companions
+from jtrain.checkpoint.hf.folder import CONFIG
+from jtrain.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from jtrain.errors import CheckpointError
+from jtrain.models.config import DecoderConfig
+from jtrain.models.rope_scaling import RopeScaling
+from jtrain.tasks.companion_files import has_tokenizer
+
+FOLDER = "model"
+FILE = "jtrain.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """The content of RUN/model.
+
+    Attributes:
+      decoder: the shape.
+      companions: config.json and the small files.
+      path: the folder, once it is written.
+      bytes: whether the tokenizer is `bytes`, and the files only stand for it.
+    """
+
+    decoder: DecoderConfig
+    companions: Companions
+    path: str = ""
+    bytes: bool = False
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where there is none."""
+        if self.bytes:
+            return ByteTokenizer()
+        return load_tokenizer(self.path) if has_tokenizer(self.companions) else None
+
+
+def write_model_folder(run: epath.Path, content: ModelFolder) -> None:
+    """Writes RUN/model; what another start left there goes."""
+    folder = run / FOLDER
+    remove_tree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = dict(content.companions.files)
+    if content.companions.config:
+        files[CONFIG] = (json.dumps(content.companions.config, indent=2) + "\n").encode()
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / name, data)
+    # Last: a folder with this file is whole.
+    text = {"decoder": dataclasses.asdict(content.decoder), "tokenizer": "bytes" if content.bytes else "files"}
+    write_atomic(folder / FILE, (json.dumps(text, indent=2) + "\n").encode())
+
+
+def has_model_folder(run: epath.Path) -> bool:
+    """Whether RUN/model is there and whole."""
+    return (run / FOLDER / FILE).exists()
+
+
+def read_model_folder(run: epath.Path) -> ModelFolder:
+    """Reads RUN/model.
+
+    Raises:
+      CheckpointError: it is missing or damaged.
+    """
+    folder = run / FOLDER
+    try:
+        text = json.loads((folder / FILE).read_text())
+        decoder = _decoder(text["decoder"])
+        names = [path.name for path in folder.iterdir() if path.name != FILE and not path.is_dir()]
+        extra = folder / EXTRA_TEMPLATES
+        names += [f"{EXTRA_TEMPLATES}/{path.name}" for path in extra.iterdir()] if extra.exists() else []
+        files = {name: (folder / name).read_bytes() for name in sorted(names)}
+        config = json.loads(files.pop(CONFIG, b"{}"))
+        return ModelFolder(decoder, Companions(config, files), str(folder), text["tokenizer"] == "bytes")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder / FILE} is missing: {run} is no run of a decoder, or of an older version",
+            "give a run that jtrain pretrain (or import) made",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / FILE} is damaged: {error}", "bring it back from a copy") from error
+
+
+def _decoder(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The shape from JSON, whose lists were tuples."""
+    known = {field.name for field in dataclasses.fields(DecoderConfig)}
+    if unknown := sorted(set(fields) - known):
+        raise ValueError(f"it has the field {unknown[0]!r}, which this version does not know")
+    values = _tuples(fields)
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = RopeScaling(**_tuples(values["rope_scaling"]))
+    return DecoderConfig(**values)
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

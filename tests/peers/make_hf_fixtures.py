@@ -117,6 +117,8 @@ def draw(model: torch.nn.Module, seed: int) -> None:
 def make(name: str, out: Path) -> None:
     kind = TYPES.get(name, name)
     fields = copy.deepcopy(COMMON | FOLDERS[name])  # transformers writes into it
+    if kind == "gpt_neox":  # knows no groups
+        del fields["num_key_value_heads"]
     # transformers writes the chosen kernel nowhere; eager is the plain arithmetic.
     config = AutoConfig.for_model(kind, **fields, attn_implementation="eager", dtype="float32")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

@@ -52,7 +52,7 @@ def byte_level_bpe(
     Raises:
       ConfigError: a rule that is not known.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = _SAME.get(pre, pre)
     if pre not in _SPLITS:
@@ -70,6 +70,8 @@ def byte_level_bpe(
         parts.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()  # as the model's own tokenizer; llama.cpp leaves it out
     backend.decoder = decoders.ByteLevel()
     _add(backend, control, named)
     return backend

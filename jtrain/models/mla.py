@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jtrain.models import remat
 from jtrain.models.config import DecoderConfig
+from jtrain.models.lora import merged_kernel
 from jtrain.models.norm import HeadNorm
 from jtrain.models.projection import Projection, project
 from jtrain.models.rope import Rope, apply_rope
@@ -98,13 +99,19 @@ class LatentAttention(nnx.Module):
         config = self.config
         nope, rank = config.qk_nope_head_dim or 0, config.kv_lora_rank or 0
         q, latent, k_rope = self.queries_and_latent(x_B1D, rope)
-        kernel_RHC, _ = self.kv_b_proj.at_use(q.dtype, 1)
+        kernel_RHC = self._kernel_of_heads(q.dtype)
         q_latent = jnp.einsum("bhn,rhn->bhr", q[:, 0, :, :nope], kernel_RHC[..., :nope])
         query = jnp.concatenate([q_latent, q[:, 0, :, nope:]], axis=-1)
         entry = jnp.concatenate([latent, k_rope], axis=-1)  # [B, 1, R + Dr]: the token is the head
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         mixed = attend(query, entry, entry, **self._scores() | {"scale": scale})[..., :rank]
         return self.output(jnp.einsum("bhr,rhv->bhv", mixed, kernel_RHC[..., nope:])[:, None]), (entry,)
+
+    def _kernel_of_heads(self, dtype: jnp.dtype) -> jax.Array:
+        """What makes keys and values of the latent [R, H, Dn + Dv], with what an adapter adds."""
+        projection = self.kv_b_proj
+        kernel = projection.kernel[...] if projection.adapter is None else merged_kernel(projection)
+        return constrain(kernel.astype(dtype), None, "heads", None)
 
     def _scores(self) -> dict[str, Any]:
         return {"scale": self.config.attention_scale, "softcap": self.config.attn_logit_softcapping}

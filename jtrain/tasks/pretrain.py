@@ -33,8 +33,9 @@ from jtrain.tasks.decoder import (
     check_tensor,
     experts_name,
 )
+from jtrain.tasks.generate import Generation, Generator, Stream
+from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids
 from jtrain.tasks.router_losses import router_losses
-from jtrain.tasks.sample import Sampler
 from jtrain.tasks.source import ModelSource, with_model
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
@@ -114,23 +115,35 @@ class PretrainTrainer(Trainer):
             return build_eval(self.config, self.tokenizer, _paths(data) if _is_path(data) else data)
         return super().rows_of(data)
 
-    def sample(self, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.7, seed: int = 0) -> str:
-        """Continues a text: short, with a full forward pass a token.
+    def generate(self, prompts: Any, *, stream: Stream | None = None, **options: Any) -> list[Generation]:
+        """Continues prompts with the model as it is now; the arguments are those of `jtrain.generate`.
 
         The parameters are those of an evaluation: the moving average, where there is one and `eval.use_ema` says so.
         """
-        if self._sampler is None:
-            self._sampler = Sampler(self.program)
-        tokenizer = self.tokenizer
-        begin = next(token for token in (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) if token is not None)
-        new = self._sampler(
-            self._evaluated_params(), self.state.variables, tokenizer.encode_batch([prompt])[0] or [begin],
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=tokenizer.eos_id,
-            length=self.config.max_length,
-        )  # fmt: skip
-        return tokenizer.decode(new)
+        if self._generator is None:
+            self._generator = Generator(self.decoder, self.tokenizer, self.mesh, self.program.rules, self._forward)
+        ids = [prompt_ids(self.tokenizer, prompt) for prompt in as_prompts(prompts)]
+        batch_size = options.pop("batch_size", 0)
+        return self._generator(
+            self._evaluated_params(),
+            self.state.variables,
+            ids,
+            GenerateOptions(**options),
+            batch_size=batch_size,
+            stream=stream,
+        )
 
-    _sampler: Sampler | None = None
+    def sample(self, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.7, seed: int = 0) -> str:
+        """Continues a text; see `generate`. Of a prompt that leaves no room the end is read."""
+        ids = prompt_ids(self.tokenizer, prompt)
+        room = self.decoder.max_position_embeddings
+        new = min(max_new_tokens, room - 1)
+        return self.generate(ids[new - room :], max_new_tokens=new, temperature=temperature, seed=seed)[0].text
+
+    def _forward(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return self.program.forward(function)
+
+    _generator: Generator | None = None
 
 
 def pretrain_loss(label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size: int | None = None) -> LossFn:

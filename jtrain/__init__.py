@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jtrain.parallel.mesh import make_mesh
     from jtrain.tasks.exporting import export
     from jtrain.tasks.loading import load_model
+    from jtrain.tasks.generate import Generation, generate
     from jtrain.tasks.pretrain import PretrainTrainer
     from jtrain.train.callbacks import Callback
     from jtrain.train.history import History
@@ -34,6 +35,7 @@ _WHERE = {
     "Checkpoints": "checkpoint.checkpoints",
     "Config": "config.schema",
     "DataLoader": "data.loader",
+    "Generation": "tasks.generate",
     "History": "train.history",
     "JtrainError": "errors",
     "Loss": "train.loss",
@@ -42,6 +44,7 @@ _WHERE = {
     "Trainer": "train.trainer",
     "export": "tasks.exporting",
     "functional_model": "train.model",
+    "generate": "tasks.generate",
     "init_state": "train.state",
     "load_config": "config.load",
     "load_model": "tasks.loading",
@@ -57,6 +60,7 @@ __all__ = [
     "Checkpoints",
     "Config",
     "DataLoader",
+    "Generation",
     "History",
     "JtrainError",
     "Loss",
@@ -65,6 +69,7 @@ __all__ = [
     "Trainer",
     "export",
     "functional_model",
+    "generate",
     "init_state",
     "load_config",
     "load_model",

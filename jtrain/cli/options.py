@@ -20,7 +20,8 @@ def parse(
       args: the arguments after the verb.
       usage: how it is called, for messages.
       words: names of the positional arguments, for messages.
-      options: name without dashes -> str, int, float, or bool (a switch, which takes no value).
+      options: name without dashes -> str, int, float, list (texts: the option may come several times), or bool (a
+        switch, which takes no value).
       optional: how many of the last words may be left out.
 
     Returns:
@@ -52,6 +53,9 @@ def parse(
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name} has no value", f"usage: {usage}")
             text = rest.pop(0)
+        if kind is list:
+            values.setdefault(name, []).append(text)
+            continue
         try:
             values[name] = kind(text)
         except ValueError:

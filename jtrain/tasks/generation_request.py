@@ -111,7 +111,7 @@ def prompt_ids(tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
     if tokenizer is None:
         raise ConfigError(
             f"generate: a prompt is a {'conversation' if chat else 'text'}, and the model has no tokenizer",
-            "give token ids",
+            "give token ids, or a tokenizer (jtrain generate: --tokenizer)",
         )
     if chat:
         from jtrain.data.chat import load_chat_template

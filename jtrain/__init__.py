@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jtrain.ops.stack import scan_layers
     from jtrain.parallel.mesh import make_mesh
     from jtrain.tasks.exporting import export
-    from jtrain.tasks.loading import load_model
     from jtrain.tasks.generate import Generation, generate
+    from jtrain.tasks.loading import load_model
     from jtrain.tasks.pretrain import PretrainTrainer
     from jtrain.train.callbacks import Callback
     from jtrain.train.history import History

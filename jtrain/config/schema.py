@@ -116,8 +116,8 @@ class ModelConfig(Section):
     preset: str = "llama-tiny"
     """Named shape; every field below that is set replaces the preset's value."""
     path: str | None = None
-    """A model to begin with, in place of a preset: a Hugging Face folder, a run, or what `jtrain import` made. It says
-    the shape, and brings its weights and its tokenizer."""
+    """A model to begin with, in place of a preset: a Hugging Face folder, a GGUF file, a run, or what `jtrain import`
+    made. It says the shape, and brings its weights and its tokenizer."""
     remat: Literal[
         "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
     ] = "full"

@@ -27,8 +27,8 @@ def load_model(
     """A model with its weights and tokenizer, ready to be called.
 
     Args:
-      model: a Hugging Face folder (also what `jtrain.export` wrote), a run directory or one of its checkpoints, what
-        `jtrain import` made, or a preset's name (random weights, no tokenizer).
+      model: a Hugging Face folder (also what `jtrain.export` wrote), a GGUF file, a run directory or one of its
+        checkpoints, what `jtrain import` made, or a preset's name (random weights, no tokenizer).
       dtype: float32 (exact products), bfloat16 or float16: of the weights and of the computation.
       mesh: `"fsdp=2,tensor=2"` (on as many devices as it needs), a dict, or a mesh; by default the first device.
       step: of a run; by default its newest intact checkpoint.

@@ -19,6 +19,7 @@ from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import family
 from jtrain.tasks.companion_files import has_tokenizer, plain
+from jtrain.tasks.local import local_folder
 from jtrain.tasks.model_folder import has_model_folder, read_model_folder
 
 Leaves = dict[str, Any]
@@ -164,7 +165,7 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     """Looks at a model: its shape, its files, and whether all of its tensors are there.
 
     Args:
-      path: a Hugging Face folder, a run, one of its checkpoints, or what `jtrain import` made.
+      path: a Hugging Face folder, a GGUF file, a run, one of its checkpoints, or what `jtrain import` made.
       step: of a run.
 
     Raises:
@@ -174,6 +175,7 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     text = os.path.expanduser(os.fspath(path))
     if not text:
         raise ConfigError("the path of the model is empty", "give a folder")
+    text = local_folder(text)
     place = layout.run_path(text)
     if is_run(place):
         return RunModel(place, step)

@@ -16,14 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jtrain.ops.chunks import IGNORED, Cut, at_use, by_rank, cut
 from jtrain.ops.collectives import sum_over
-from jtrain.ops.logical import constrain, logical_size, manual_axes, mesh_axis_size, ways
+from jtrain.ops.logical import constrain, manual_axes
 from jtrain.ops.token_sums import meet, rank_axes
 from jtrain.ops.vocabulary import pad_vocabulary
-
-IGNORED = -100
-CHUNK_BYTES = 512 * 2**20
-"""Logits of a chunk on one device, in bytes of float32: large enough to keep a matrix unit busy."""
 
 
 def cross_entropy(
@@ -77,20 +74,8 @@ def cross_entropy_and_correct(
     """
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap is {softcap}; write a positive number, or None")
-    b, length, _ = hidden.shape
-    # A chunk takes as many tokens from every part of a row that the mesh has cut: each device has some of them at hand.
-    parts = ways(length, "residual_sequence")
-    chunks = min(_chunk_count(b, length, head.shape[1], chunk_size), length // parts)
-    missing = -(length // parts) % chunks
-    x = jnp.pad(hidden.reshape(b, parts, -1, hidden.shape[-1]), ((0, 0), (0, 0), (0, missing), (0, 0)))
-    t = jnp.pad(targets.reshape(b, parts, -1), ((0, 0), (0, 0), (0, missing)), constant_values=IGNORED)
-    x_NBPCD = jnp.moveaxis(x.reshape(b, parts, chunks, -1, x.shape[-1]), 2, 0)
-    t_NBPC = jnp.moveaxis(t.reshape(b, parts, chunks, -1), 2, 0)
-    x_NBPCD = constrain(x_NBPCD, None, "batch", "residual_sequence", None, None)
-    ranks = mesh_axis_size("batch")
-    spans = ways(parts, "sequence")
-    vocab = logical_size("vocab", head.shape[1])
-    options = _Options(label_smoothing, z_loss, softcap, vocab, ranks if b % ranks == 0 else 1, spans)
+    x_NBPCD, t_NBPC, chunks = cut(hidden, targets, head.shape[1], chunk_size)
+    options = _Options(label_smoothing, z_loss, softcap, chunks)
     loss, correct = _chunked(options, x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
     return loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct
 
@@ -100,29 +85,11 @@ def soft_cap(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _chunk_count(rows: int, length: int, vocab: int, chunk_size: int | None) -> int:
-    least = min(2, length)
-    if chunk_size is not None:
-        return max(least, -(-length // min(chunk_size, length)))
-    token_bytes: float = 4 * max(1, rows // mesh_axis_size("batch")) * (vocab // mesh_axis_size("vocab"))
-    token_bytes /= ways(length, "sequence")
-    chunks = least
-    # Doubling divides rows of 2^n tokens evenly, so that none is padded.
-    while chunks < length and token_bytes * (length / chunks) > CHUNK_BYTES:
-        chunks *= 2
-    return min(chunks, length)
-
-
 class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     softcap: float | None
-    vocab: int
-    """Size of the vocabulary without padding."""
-    ranks: int
-    """Data-parallel ranks that the rows are divided over."""
-    spans: int
-    """Spans of a row that lie apart inside blocks, too (`context`); they divide the parts."""
+    cut: Cut
 
 
 class _Chunk(NamedTuple):
@@ -147,9 +114,9 @@ def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.
     # A comparison instead of a gather: it stays on the device that holds the token when the vocabulary is cut.
     target = token == t_BPC[..., None]
     target_z = jnp.sum(jnp.where(target, z, 0.0), axis=-1)
-    mean_z = jnp.sum(z, axis=-1) / options.vocab if options.label_smoothing else jnp.zeros((), wide)
-    if parts or z.shape[-1] > options.vocab:
-        z = jnp.where(token < options.vocab, z, -jnp.inf)
+    mean_z = jnp.sum(z, axis=-1) / options.cut.vocab if options.label_smoothing else jnp.zeros((), wide)
+    if parts or z.shape[-1] > options.cut.vocab:
+        z = jnp.where(token < options.cut.vocab, z, -jnp.inf)
     top_z = jnp.max(z, axis=-1)
     top_z = jax.lax.pmax(top_z, parts) if parts else top_z
     sum_z = jnp.sum(jnp.exp(z - top_z[..., None]), axis=-1)
@@ -170,7 +137,7 @@ def _chunked(
     zero = jnp.zeros((), jnp.promote_types(x_NBPCD.dtype, jnp.float32))
 
     def body(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):
-        chunk = _chunk(options, _at_use(xs[0]), head_DV, xs[1])
+        chunk = _chunk(options, at_use(xs[0]), head_DV, xs[1])
         return (carry[0] + chunk.loss, carry[1] + chunk.correct), None
 
     return jax.lax.scan(body, (zero, zero), (x_NBPCD, t_NBPC))[0]
@@ -185,12 +152,12 @@ def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, 
 
     def body(carry, xs):
         loss, correct, d_head_RSDV = carry
-        x, t = _at_use(xs[0]), xs[1]
+        x, t = at_use(xs[0]), xs[1]
         chunk = _chunk(options, x, head_DV, t)
         p = jnp.exp(chunk.logits_BPCV - chunk.log_z_BPC[..., None])
         if options.z_loss:
             p = p * (1.0 + 2.0 * options.z_loss * chunk.log_z_BPC[..., None])
-        d_z = p - (1.0 - options.label_smoothing) * chunk.target_BPCV - options.label_smoothing / options.vocab
+        d_z = p - (1.0 - options.label_smoothing) * chunk.target_BPCV - options.label_smoothing / options.cut.vocab
         if options.softcap is not None:
             z = chunk.logits_BPCV
             d_z = d_z * jnp.where(jnp.isneginf(z), 0.0, 1.0 - jnp.square(z / options.softcap))
@@ -202,13 +169,13 @@ def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, 
         d_x = constrain(sum_over(d_x, parts).astype(kept), "batch", "residual_sequence", None, None)
         # Every rank sums its own tokens; the ranks meet once, after the loop, instead of once a chunk.
         d_head = jnp.einsum(
-            "rbspcd,rbspcv->rsdv", _by_rank(options, x), _by_rank(options, d_z), preferred_element_type=wide
+            "rbspcd,rbspcv->rsdv", by_rank(options.cut, x), by_rank(options.cut, d_z), preferred_element_type=wide
         )
         d_head_RSDV = constrain(d_head_RSDV + d_head, "batch", "sequence", None, "vocab")
         return (loss + chunk.loss, correct + chunk.correct, d_head_RSDV), d_x
 
     zero = jnp.zeros((), wide)
-    start = jnp.zeros((options.ranks, options.spans, d, v), wide)
+    start = jnp.zeros((options.cut.ranks, options.cut.spans, d, v), wide)
     start = constrain(start, "batch", "sequence", None, "vocab")
     (loss, correct, d_head_RSDV), d_x_NBPCD = jax.lax.scan(body, (zero, zero, start), (x_NBPCD, t_NBPC))
     # Empty slices carry the operands' types to the backward pass.
@@ -220,7 +187,7 @@ def _chunked_backward(options: _Options, residuals, cotangents):
     factor = cotangents[0] / _lift(x_like.dtype)
     d_x = (d_x_NBPCD * factor).astype(x_like.dtype)
     # The sum over the ranks goes straight to where the head is stored: nothing stands between it and that.
-    ranks, spans = rank_axes("batch", options.ranks), rank_axes("sequence", options.spans)
+    ranks, spans = rank_axes("batch", options.cut.ranks), rank_axes("sequence", options.cut.spans)
     parts = (d_head_RSDV * factor).reshape(*ranks[1], *spans[1], *d_head_RSDV.shape[2:])
     d_head = meet(parts, [*ranks[0], *spans[0]], "embed", "vocab")
     return d_x, d_head.astype(head_like.dtype), np.zeros(t_NBPC.shape, jax.dtypes.float0)
@@ -229,17 +196,6 @@ def _chunked_backward(options: _Options, residuals, cotangents):
 def _lift(dtype: jnp.dtype) -> float:
     """float16 ends at 6e-8: probabilities are lifted before the cast, and their product with the head is not cast."""
     return 1024.0 if dtype == jnp.float16 else 1.0
-
-
-def _at_use(x_BPCD: jax.Array) -> jax.Array:
-    """A chunk with all its tokens on every device that holds a part of the vocabulary."""
-    return constrain(x_BPCD, "batch", "sequence", None, None)
-
-
-def _by_rank(options: _Options, x_BPCX: jax.Array) -> jax.Array:
-    """[B, P, C, X] as [ranks, rows, spans, parts, C, X]."""
-    b, parts, tokens, size = x_BPCX.shape
-    return x_BPCX.reshape(options.ranks, b // options.ranks, options.spans, parts // options.spans, tokens, size)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -65,7 +65,9 @@ def map_paths(path: str, value: Any, change: Callable[[str], str]) -> Any:
         return value
     if isinstance(value, list | tuple):
         return type(value)(map_paths(path, item, change) for item in value)
-    if not isinstance(value, str) or not value or value in _WORDS.get(path, ()) or "://" in value or _is_number(value):
+    if not isinstance(value, str) or not value or value in _WORDS.get(path, ()) or _is_number(value):
+        return value
+    if "://" in value or (value.startswith("hf:") and path in ("data.train", "data.eval")):
         return value
     changed = change(value)
     if path == "model.path" and is_hub_name(value) and not os.path.exists(changed):

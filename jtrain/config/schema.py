@@ -116,8 +116,8 @@ class ModelConfig(Section):
     preset: str = "llama-tiny"
     """Named shape; every field below that is set replaces the preset's value."""
     path: str | None = None
-    """A model to begin with, in place of a preset: a Hugging Face folder, a GGUF file, a run, or what `jtrain import`
-    made. It says the shape, and brings its weights and its tokenizer."""
+    """A model to begin with, in place of a preset: a Hugging Face folder, org/name[@revision] of its hub, a GGUF file,
+    a run, or what `jtrain import` made. It says the shape, and brings its weights and its tokenizer."""
     remat: Literal[
         "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
     ] = "full"
@@ -206,7 +206,8 @@ def split_sources(sources: list[Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...]
 
 class DataConfig(Section):
     train: Strings = ()
-    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record. Several sources are a mixture."""
+    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record; or hf:org/name[@revision][:split] of the hub.
+    Several sources are a mixture."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
     eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(_held_out)] = None

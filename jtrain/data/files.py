@@ -1,4 +1,4 @@
-"""Files by path, glob, folder or URL (gs://, s3://, https://, ... through fsspec)."""
+"""Files by path, glob, folder, URL (gs://, s3://, https://, ... through fsspec) or name on the hub (hf:org/name)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kind_of(path: str) -> str:
 
 
 def find_files(pattern: str, *, field: str) -> list[str]:
-    """Files that a path, folder, glob or URL names, sorted by name.
+    """Files that a path, folder, glob, URL or dataset of the hub (hf:org/name[:split]) names, sorted by name.
 
     Args:
       field: the config field, for messages.
@@ -41,6 +41,10 @@ def find_files(pattern: str, *, field: str) -> list[str]:
     Raises:
       DataError: there are none.
     """
+    if pattern.startswith("hf:"):
+        from jtrain.data.hub import hub_dataset_files
+
+        return hub_dataset_files(pattern, field=field)
     file_system, path = _file_system(pattern, field)
     try:
         if any(mark in path for mark in "*?[") and not file_system.exists(path):

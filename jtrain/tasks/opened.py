@@ -1,4 +1,4 @@
-"""A model on disk, looked at but not loaded: a Hugging Face folder, a run, or what `jtrain import` made."""
+"""A model, looked at but not loaded: a Hugging Face folder, a GGUF file, a run, or what `jtrain import` made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any, Protocol
 from etils import epath
 
 from jtrain.checkpoint import layout
+from jtrain.checkpoint.gguf.folder import is_gguf
+from jtrain.checkpoint.gguf.weights import GgufWeights
 from jtrain.checkpoint.hf import placement
 from jtrain.checkpoint.hf.companions import Companions
 from jtrain.checkpoint.hf.folder import CONFIG, HfFolder
 from jtrain.checkpoint.hf.weights import Weights, match
 from jtrain.checkpoint.parameters import load_parameters, load_variables, saved_dtype
+from jtrain.config.paths import is_hub_name
+from jtrain.data.hub import hub_folder
 from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.config import DecoderConfig
@@ -90,7 +94,7 @@ class HfModel:
         return {"BF16": "bfloat16", "F16": "float16"}.get(stored.most_common(1)[0][0], "float32")
 
     def tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.path) if has_tokenizer(self.companions) else None
+        return load_tokenizer(self._weights.folder) if has_tokenizer(self.companions) else None
 
     def fills(self, path: str) -> bool:
         return path in self._params
@@ -185,6 +189,10 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
         raise ConfigError(
             f"{text} is a URL: Hugging Face folders are read from a local disk", "copy the folder to this machine"
         )
+    if is_gguf(text):
+        return HfModel(GgufWeights(text))
+    if is_hub_name(text) and not os.path.exists(text):
+        text = os.fspath(hub_folder(text))
     return HfModel(HfFolder(text))
 
 

@@ -270,3 +270,13 @@ def test_a_config_object_is_a_source_too():
     config = load({"mesh": "fsdp=2", "max_steps": 5})
     assert load(config) == config
     assert load(config, {"num_train_epochs": 1}).max_steps is None
+
+
+def test_names_of_the_hub_are_no_paths(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "model: {path: org/name@v1}\ndata: {train: ['hf:org/text:train', b.txt], eval: ['hf:org/x']}"
+    )
+    config = load_config(tmp_path / "a.yaml", env={})
+    assert config.model.path == "org/name@v1"
+    assert config.data.train == ("hf:org/text:train", str(tmp_path / "b.txt"))
+    assert config.data.eval == ("hf:org/x",)

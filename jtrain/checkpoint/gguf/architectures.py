@@ -39,6 +39,7 @@ class Renamed(NamedTuple):
     """A tensor under its name in Hugging Face's folder."""
 
     name: str
+    dtype: str  # safetensors' word for what `read` gives
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
@@ -52,12 +53,13 @@ def renamed_tensors(file: GgufFile) -> Iterator[Renamed]:
     for name, shape in file.shapes.items():
         if name == _FREQUENCIES:
             continue
+        dtype = file.types[name] if file.types[name] in ("F16", "BF16") else "F32"
         inside, outside = _BLOCK.fullmatch(name), _OUTSIDE.fullmatch(name)
         if inside and inside[2] in _INNER:
             target = f"model.layers.{inside[1]}.{_INNER[inside[2]]}.{inside[3]}"
             if file.architecture == "llama" and inside[2] in ("attn_q", "attn_k"):
                 heads = file.own("attention.head_count") if inside[2] == "attn_q" else _kv_heads(file)
-                yield Renamed(target, shape, partial(_read_unpermuted, file, name, heads))
+                yield Renamed(target, dtype, shape, partial(_read_unpermuted, file, name, heads))
                 continue
         elif outside and outside[1] in _OUTER:
             target = f"{_OUTER[outside[1]]}.{outside[2]}"
@@ -66,7 +68,7 @@ def renamed_tensors(file: GgufFile) -> Iterator[Renamed]:
                 f"{file.path}: the tensor {name} has no place in a model of the architecture {file.architecture}",
                 "take the Hugging Face folder that the file was made from",
             )
-        yield Renamed(target, shape, partial(file.read, name))
+        yield Renamed(target, dtype, shape, partial(file.read, name))
 
 
 def _read_unpermuted(file: GgufFile, name: str, heads: int) -> np.ndarray:

@@ -52,6 +52,11 @@ class HfFolder:
         }
         self._check_index()
 
+    @property
+    def folder(self) -> str:
+        """The folder itself."""
+        return self.path
+
     def read(self, name: str) -> np.ndarray:
         """One tensor; `ml_dtypes.bfloat16` where it is BF16.
 

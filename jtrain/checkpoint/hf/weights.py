@@ -30,6 +30,7 @@ class Weights(Protocol):
 
     Attributes:
       path: folder or file, for messages.
+      folder: where the small files lie, tokenizer.json among them.
       companions: config.json and the small files beside it.
       entries: name -> type and shape, in the order in which reading is cheapest.
     """
@@ -37,6 +38,9 @@ class Weights(Protocol):
     path: str
     companions: Companions
     entries: Mapping[str, Entry]
+
+    @property
+    def folder(self) -> str: ...
 
     def read(self, name: str) -> np.ndarray:
         """One tensor; `ml_dtypes.bfloat16` where it is BF16."""

@@ -67,7 +67,7 @@ class Gemma2(Llama):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         kinds = [self._kind(fields, n) for n in range(fields.get("num_hidden_layers"))]
-        fields.seen |= {"hidden_act", "cache_implementation"}  # hidden_activation is what counts
+        fields.seen |= {"hidden_act", "cache_implementation", "sliding_window_size"}  # hidden_activation is what counts
         return {
             "embedding_multiplier": fields.get("hidden_size") ** 0.5,
             "attention_scale": fields.get("query_pre_attn_scalar") ** -0.5,

@@ -11,7 +11,7 @@ from jtrain.models.families.fields import Fields
 from jtrain.models.families.keys import Tensor, fused, linear
 from jtrain.models.families.llama import DEFAULTS, Llama
 from jtrain.models.families.rope_schema import read_rope, write_rope
-from jtrain.models.families.translation import SIZES
+from jtrain.models.families.translation import SILU, SIZES
 
 
 class Phi3(Llama):
@@ -29,6 +29,8 @@ class Phi3(Llama):
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
     }
+
+    only = {"hidden_act": SILU, "attention_bias": (False,)}
 
     def read_positions(self, fields: Fields) -> dict[str, Any]:
         fields.get("original_max_position_embeddings")

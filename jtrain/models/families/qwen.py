@@ -30,6 +30,7 @@ class Qwen2(Llama):
     names = SIZES | {"head_dim": "head_dim"}
     defaults = _QWEN
     fixed = {"attention_bias": True, "attention_out_bias": False}
+    only = {"hidden_act": SILU, "use_mrope": (False,)}
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """The first `max_window_layers` layers see all, the others slide, unless the file lists the kinds."""

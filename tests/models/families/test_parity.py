@@ -29,13 +29,13 @@ def test_logits_and_loss_equal_those_of_transformers(name):
     check_logits(one, *forward(whole(one), one.batch, jit))
 
 
-@pytest.mark.parametrize("name", ["gemma2", pytest.param("deepseek-v3", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", pytest.param("mixtral", marks=pytest.mark.grid)])
 def test_in_float64_only_the_rounding_of_transformers_is_left(name):
     with jax.enable_x64(True):
         one = folder(name)
         logits, loss = forward(whole(one, "float64"), one.batch, jit)
         assert logits.dtype == np.float64
-        check_logits(one, logits, loss, tolerance=2e-6)
+        check_logits(one, logits, loss, tolerance=1e-6, of_loss=1e-6)
 
 
 def whole(one: Folder, dtype: str = "float32"):
@@ -46,12 +46,12 @@ def whole(one: Folder, dtype: str = "float32"):
     return ours
 
 
-def check_logits(one: Folder, logits: jax.Array, loss: jax.Array, tolerance: float = 2e-4) -> None:
+def check_logits(one: Folder, logits: jax.Array, loss: jax.Array, tolerance=2e-4, of_loss=1e-5) -> None:
     live = one.batch[1] == 1
     theirs = one.oracle["logits"][live]
     off = np.abs(np.asarray(logits)[live] - theirs).max() / (theirs.max() - theirs.min())
     assert off < tolerance
-    assert abs(float(loss) - one.oracle["loss"][0]) < tolerance / 20
+    assert abs(float(loss) - one.oracle["loss"][0]) < of_loss
 
 
 def check_gradients(one: Folder, gradients: dict) -> None:

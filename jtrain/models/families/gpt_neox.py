@@ -56,6 +56,7 @@ class GPTNeoX(Table):
         return write_rope(config, theta="rotary_emb_base", partial="rotary_pct")
 
     def read(self, fields: Fields) -> dict[str, Any]:
+        fields.seen |= {"rope_theta", "partial_rotary_factor"}  # transformers 4.57's second names for the two
         kind = fields.only("hidden_act", ("gelu", *TANH_GELU))
         return {"activation": "gelu_exact" if kind == "gelu" else "gelu"}
 

@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ from jtrain.data.files import content_digest, find_files, is_url, kind_of, stat
 from jtrain.data.packing import PLAN_VERSION, Packing, Plan, plan_rows
 from jtrain.data.sources import CHUNK_BYTES, Chunk, plan_chunks
 from jtrain.data.store import TokenStore
-from jtrain.data.tokenise import ChunkResult, Recipe, check_special_tokens, token_dtype, tokenise_chunk
+from jtrain.data.tokenise import (
+    AnyRecipe,
+    ChunkResult,
+    ExampleRecipe,
+    Recipe,
+    check_special_tokens,
+    token_dtype,
+    tokenise_chunk,
+)
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.data.worker import tokenise_parallel
 from jtrain.errors import ConfigError, DataError, StorageError
@@ -36,6 +44,7 @@ log = logging.getLogger("jtrain.data")
 
 CACHE_VERSION = 1
 _PARALLEL_BYTES = 32 << 20
+_WHOLE = 1 << 62
 _PLAN_PARTS = ("starts", "lengths", "first")
 # A file written again within the clock's grain of its hash could keep its stamp; such hashes are not reused.
 _SETTLED_SECONDS = 2.0
@@ -50,14 +59,14 @@ class CacheOptions:
 
     Attributes:
       folder: where they stand; None: the user's cache folder, or JTRAIN_CACHE_DIR.
-      recipe: how texts become tokens.
+      recipe: how texts, or whole records, become tokens.
       on_bad_record, max_bad_records: the policy of `data.on_bad_record`, for each source.
       num_workers: processes; None: one a core. Small sources are tokenised in this process.
       chunk_bytes, parallel_bytes: size of a unit of work, and of a source that is worth several processes.
     """
 
     folder: str | None = None
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: AnyRecipe = field(default_factory=Recipe)
     on_bad_record: str = "fail"
     max_bad_records: int = 100
     num_workers: int | None = None
@@ -101,7 +110,7 @@ def open_store(
         (root / "tokens").mkdir(parents=True, exist_ok=True)
         (root / "files").mkdir(parents=True, exist_ok=True)
     digests = [_file_digest(path, root / "files") for path, _ in files]
-    recipe = {k: v for k, v in asdict(options.recipe).items() if k != "bad_limit"}
+    recipe = {k: v for k, v in asdict(options.recipe).items() if k not in ("bad_limit", "title")}
     identity = [CACHE_VERSION, [*zip(digests, (kind for _, kind in files), strict=True)], tokenizer.fingerprint, recipe]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     path = root / "tokens" / key
@@ -114,7 +123,11 @@ def open_store(
     if not meta["tokens"]:
         raise DataError(f"{field}: {pattern} holds no text", "Every file or record of it is empty.")
     tokens = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]), "r")
-    return TokenStore(tokens, np.load(path / "edges.npy", mmap_mode="r", allow_pickle=False), key, path)
+    edges = np.load(path / "edges.npy", mmap_mode="r", allow_pickle=False)
+    if not meta.get("targets"):
+        return TokenStore(tokens, edges, key, path)
+    targets = np.memmap(path / "targets.bin", np.uint8, "r")
+    return TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
 
 
 def open_plan(store: TokenStore, edges: np.ndarray, max_length: int, packing: Packing) -> Plan:
@@ -158,8 +171,10 @@ def _build(
         made.mkdir()
     try:
         skip = options.on_bad_record == "skip"
-        recipe = Recipe(**{**asdict(options.recipe), "bad_limit": options.max_bad_records if skip else 0})
-        chunks = [chunk for file, kind in files for chunk in plan_chunks(file, kind, options.chunk_bytes)]
+        recipe = replace(options.recipe, bad_limit=options.max_bad_records if skip else 0)
+        # An example is never cut into chunks.
+        sizes = (options.chunk_bytes, *([_WHOLE] if isinstance(recipe, ExampleRecipe) else []))
+        chunks = [chunk for file, kind in files for chunk in plan_chunks(file, kind, *sizes)]
         jobs = [(chunk, str(made / f"{number:06d}")) for number, chunk in enumerate(chunks)]
         with contextlib.closing(_run(jobs, recipe, tokenizer, options)) as results:
             meta = _collect(made, jobs, results, tokenizer, options, progress)
@@ -171,7 +186,7 @@ def _build(
 
 
 def _run(
-    jobs: Sequence[tuple[Chunk, str]], recipe: Recipe, tokenizer: Tokenizer, options: CacheOptions
+    jobs: Sequence[tuple[Chunk, str]], recipe: AnyRecipe, tokenizer: Tokenizer, options: CacheOptions
 ) -> Generator[ChunkResult, None, None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(options.num_workers or cores, len(jobs))
@@ -195,7 +210,9 @@ def _collect(
     bad: list[dict[str, Any]] = []
     total, done = sum(chunk.size for chunk, _ in jobs), 0
     file, records, unfinished = "", 0, False
-    with _storage(made), open(made / "tokens.bin", "wb") as tokens:
+    kinds = ("tokens", "targets", "values") if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
+    with _storage(made), contextlib.ExitStack() as stack:
+        joined = {kind: stack.enter_context(open(made / f"{kind}.bin", "wb")) for kind in kinds}
         for (chunk, out), result in zip(jobs, results, strict=True):
             if chunk.path != file:
                 file, records, unfinished = chunk.path, 0, False
@@ -210,9 +227,10 @@ def _collect(
             if len(mine):
                 lengths.append(mine)
                 unfinished = not chunk.closes
-            with open(f"{out}.tokens", "rb") as part:
-                shutil.copyfileobj(part, tokens, 1 << 20)
-            for suffix in ("tokens", "lengths"):
+            for suffix, whole in joined.items():
+                with open(f"{out}.{suffix}", "rb") as part:
+                    shutil.copyfileobj(part, whole, 1 << 20)
+            for suffix in (*kinds, "lengths"):
                 os.unlink(f"{out}.{suffix}")
             done += chunk.size
             if progress is not None:
@@ -229,6 +247,7 @@ def _collect(
         "bad_records": len(bad),
         "files": sorted({chunk.path for chunk, _ in jobs}),
         "tokenizer": tokenizer.spec,
+        "targets": "targets" in kinds,
     }
 
 
@@ -268,7 +287,11 @@ def _is_whole(path: Path) -> bool:
         meta = json.loads((path / "meta.json").read_text())
         tokens = (path / "tokens.bin").stat().st_size
         edges = np.load(path / "edges.npy", mmap_mode="r", allow_pickle=False)
-        return tokens == meta["tokens"] * np.dtype(meta["dtype"]).itemsize and edges[-1] == meta["tokens"]
+        whole = tokens == meta["tokens"] * np.dtype(meta["dtype"]).itemsize and edges[-1] == meta["tokens"]
+        if whole and meta.get("targets"):
+            whole = (path / "targets.bin").stat().st_size == meta["tokens"]
+            whole = whole and (path / "values.bin").stat().st_size == 4 * meta["documents"]
+        return bool(whole)
     except (OSError, ValueError, KeyError, EOFError):
         return False
 

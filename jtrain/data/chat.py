@@ -103,6 +103,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         *,
         allow_control_tokens: bool = False,
+        mask: bool = True,
         **variables: Any,
     ) -> Encoded:
         """Ids of a conversation, and which of them the assistant writes.
@@ -115,13 +116,14 @@ class ChatTemplate:
           messages, tools, add_generation_prompt, variables: as for `render`.
           allow_control_tokens: names of control tokens in messages are these tokens, which lets the text of a user end
             the turn or open another one.
+          mask: False: only the ids, in one rendering; the mask stays empty.
 
         Raises:
           DataError: as `render`; or the template changes earlier turns when later ones follow (the number of the turn
             is named), or no token of the assistant's turns is to be found.
         """
         plain = _messages(messages)
-        answers = [number for number, message in enumerate(plain) if message["role"] == "assistant"]
+        answers = [number for number, message in enumerate(plain) if mask and message["role"] == "assistant"]
         marks = None if allow_control_tokens else Marks.of(tokenizer, self.source, [plain, tools, variables])
         if marks is not None:
             plain, tools, variables = marks.put(plain), marks.put(tools), marks.put(variables)
@@ -130,13 +132,15 @@ class ChatTemplate:
         if marks is not None:
             text, spans, names = marks.take(text, spans, self.name)
         ids, offsets = encode_rendered(tokenizer, text, names)
-        mask = assistant_mask(tokenizer, text, ids, offsets, spans, trim=not self.marks_answers)
-        if answers and not any(mask):
+        if not mask:
+            return Encoded(ids, [])
+        written = assistant_mask(tokenizer, text, ids, offsets, spans, trim=not self.marks_answers)
+        if answers and not any(written):
             raise DataError(
                 f"{self.name}: none of the {len(answers)} answers of the assistant gives a token to learn",
                 "Are they empty? Else put {% generation %} ... {% endgeneration %} around them in the template.",
             )
-        return Encoded(ids, mask)
+        return Encoded(ids, written)
 
     def _answers(
         self, messages: list[dict[str, Any]], answers: list[int], tools: Any, variables: Any, add_prompt: bool

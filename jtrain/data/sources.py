@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -90,14 +90,40 @@ def read_chunk(chunk: Chunk, text_field: str) -> Iterator[str | Bad | None]:
     Raises:
       DataError: the file itself can't be read, or has no such column.
     """
-    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "array_record": _read_array_record}
+    readers: dict[str, Callable[[], Iterator[str | Bad | None]]] = {
+        "text": lambda: _read_text(chunk),
+        "jsonl": lambda: _read_jsonl(chunk, lambda line: _from_json(line, text_field)),
+        "parquet": lambda: _read_parquet(chunk, text_field),
+        "array_record": lambda: _read_array_record(chunk, lambda content: _from_json(content, text_field)),
+    }
+    yield from _readable(chunk, readers[chunk.kind]())
+
+
+def read_records(chunk: Chunk, text_field: str) -> Iterator[dict[str, Any] | Bad | None]:
+    """Whole records of a chunk in order, with all of their fields; a text is a record with `text_field`.
+
+    A Bad stands for a record that can't be read, None for a blank line.
+
+    Raises:
+      DataError: the file itself can't be read.
+    """
+    readers: dict[str, Callable[[], Iterator[Any]]] = {
+        "text": lambda: (text if isinstance(text, Bad) else {text_field: text} for text in _read_text(chunk)),
+        "jsonl": lambda: _read_jsonl(chunk, _record),
+        "parquet": lambda: _read_parquet_records(chunk),
+        "array_record": lambda: _read_array_record(chunk, _record),
+    }
+    yield from _readable(chunk, readers[chunk.kind]())
+
+
+def _readable(chunk: Chunk, records: Iterator[Any]) -> Iterator[Any]:
     try:
-        yield from readers[chunk.kind](chunk, text_field)
+        yield from records
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{chunk.path} can't be read: {error}", "The file may be damaged or cut short.") from error
 
 
-def _read_text(chunk: Chunk, _: str) -> Iterator[str | Bad]:
+def _read_text(chunk: Chunk) -> Iterator[str | Bad]:
     with _opened(chunk.path) as file:
         file.seek(chunk.begin)
         content = file.read(chunk.end - chunk.begin if chunk.end >= 0 else -1)
@@ -106,8 +132,8 @@ def _read_text(chunk: Chunk, _: str) -> Iterator[str | Bad]:
     yield _decoded(content, chunk.begin)
 
 
-def _read_jsonl(chunk: Chunk, text_field: str) -> Iterator[str | Bad | None]:
-    """The lines that begin inside the chunk."""
+def _read_jsonl(chunk: Chunk, parse: Callable[[bytes], Any]) -> Iterator[Any]:
+    """What `parse` makes of the lines that begin inside the chunk; None for a blank one."""
     with _opened(chunk.path) as file:
         place = chunk.begin
         if place:
@@ -120,7 +146,7 @@ def _read_jsonl(chunk: Chunk, text_field: str) -> Iterator[str | Bad | None]:
             if place == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             place += len(line)
-            yield _from_json(line, text_field) if line.strip() else None
+            yield parse(line) if line.strip() else None
 
 
 def _read_parquet(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
@@ -146,14 +172,37 @@ def _read_parquet(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
                 yield _decoded(value) if isinstance(value, bytes) else _text(value, text_field)
 
 
-def _read_array_record(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
+def _read_parquet_records(chunk: Chunk) -> Iterator[dict[str, Any] | Bad]:
+    with _parquet(chunk.path) as table:
+        for batch in table.iter_batches(256, row_groups=list(range(chunk.begin, chunk.end))):
+            try:
+                yield from batch.to_pylist()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{chunk.path} holds text that is not UTF-8: {error}", "Convert it.") from error
+
+
+def _read_array_record(chunk: Chunk, parse: Callable[[bytes], Any]) -> Iterator[Any]:
     with _array_record(chunk.path) as reader:
         for begin in range(chunk.begin, chunk.end, 1024):
             for record in reader.read(begin, min(chunk.end, begin + 1024)):
-                yield _from_json(record, text_field)
+                yield parse(record)
 
 
 def _from_json(line: bytes, text_field: str) -> str | Bad:
+    record = _record(line)
+    if isinstance(record, Bad):
+        return record
+    if text_field not in record:
+        fields = ", ".join(record) or "none"
+        return Bad(
+            f"has no field {text_field!r}; its fields are: {fields}",
+            "Set data.text_field to one.",
+            line.decode("utf-8")[:_SHOWN],
+        )
+    return _text(record[text_field], text_field)
+
+
+def _record(line: bytes) -> dict[str, Any] | Bad:
     text = _decoded(line)
     if isinstance(text, Bad):
         return text
@@ -164,12 +213,7 @@ def _from_json(line: bytes, text_field: str) -> str | Bad:
     if not isinstance(record, dict):
         kind = "null" if record is None else type(record).__name__
         return Bad(f"is not a JSON object but {kind}", 'Write {"text": ...} a line.', text[:_SHOWN])
-    if text_field not in record:
-        fields = ", ".join(record) or "none"
-        return Bad(
-            f"has no field {text_field!r}; its fields are: {fields}", "Set data.text_field to one.", text[:_SHOWN]
-        )
-    return _text(record[text_field], text_field)
+    return record
 
 
 def _text(value: Any, text_field: str) -> str | Bad:

@@ -19,18 +19,36 @@ class TokenStore:
       edges: int64 [documents + 1]; document d is tokens[edges[d]:edges[d + 1]].
       fingerprint: hex digest of what the tokens were made from, whatever the paths.
       path: folder of the cache, or None; plans are kept there.
+      targets: uint8 [tokens], 1 where a token may be a target of the loss; None: all of them.
+      values: float32 [documents], a number that came with each document (see `Example.value`); None: there is none.
     """
 
     tokens: np.ndarray
     edges: np.ndarray
     fingerprint: str
     path: Path | None = None
+    targets: np.ndarray | None = None
+    values: np.ndarray | None = None
 
     @classmethod
-    def from_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStore:
-        """A store in memory, of token ids."""
+    def from_documents(
+        cls,
+        documents: Iterable[Sequence[int]],
+        targets: Iterable[Sequence[int]] | None = None,
+        values: Sequence[float] | None = None,
+    ) -> TokenStore:
+        """A store in memory, of token ids; with masks as long as the documents, and a number for each."""
         arrays = [np.asarray(document, np.uint32) for document in documents]
         edges = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int64)
         tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
         digest = hashlib.blake2b(tokens.tobytes() + edges.tobytes(), digest_size=16)
-        return cls(tokens, edges, digest.hexdigest())
+        mask = None if targets is None else np.concatenate([np.zeros(0, np.uint8), *(_bytes(row) for row in targets)])
+        numbers = None if values is None else np.asarray(values, np.float32)
+        for array in (mask, numbers):
+            if array is not None:
+                digest.update(array.tobytes())
+        return cls(tokens, edges, digest.hexdigest(), None, mask, numbers)
+
+
+def _bytes(row: Sequence[int]) -> np.ndarray:
+    return np.asarray(row, np.uint8)

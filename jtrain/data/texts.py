@@ -9,7 +9,7 @@ from typing import Any
 
 from jtrain.data.cache import CacheOptions
 from jtrain.data.store import TokenStore
-from jtrain.data.tokenise import check_special_tokens, encode_texts
+from jtrain.data.tokenise import Recipe, check_special_tokens, encode_texts
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError
 
@@ -41,10 +41,11 @@ def text_store(
       DataError: no text at all, a token that is missing, or more records without text than the policy allows.
     """
     recipe = options.recipe
+    assert isinstance(recipe, Recipe)
     check_special_tokens(tokenizer, recipe)
     before = [tokenizer.bos_id] if recipe.prepend_bos else []
     after = [tokenizer.eos_id] if recipe.append_eos else []
-    texts = _texts(records, options, name)
+    texts = _texts(records, recipe.text_field, options, name)
     documents: list[list[Any]] = []
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
         documents += [[*before, *ids, *after] for ids in encode_texts(batch, tokenizer)]
@@ -53,8 +54,7 @@ def text_store(
     return TokenStore.from_documents(documents)
 
 
-def _texts(records: Sequence[Mapping[str, Any]], options: CacheOptions, name: str) -> Iterator[str]:
-    field = options.recipe.text_field
+def _texts(records: Sequence[Mapping[str, Any]], field: str, options: CacheOptions, name: str) -> Iterator[str]:
     limit = options.max_bad_records if options.on_bad_record == "skip" else 0
     bad = 0
     for index in range(len(records)):

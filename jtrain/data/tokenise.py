@@ -39,6 +39,31 @@ class Recipe:
     bad_limit: int = 0
 
 
+@dataclass(frozen=True)
+class ExampleRecipe:
+    """How whole records become documents of tokens with a mask of targets (`jtrain/data/examples.py`).
+
+    Attributes:
+      kind: which encoder reads the records; see `examples.ENCODERS`.
+      options: its arguments, as JSON has them: with the contents of the files they decide the cache.
+      bad_limit: as in `Recipe`.
+      title: of the chat template, for messages; not a part of the cache's name.
+    """
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+    bad_limit: int = 0
+    title: str = "the chat template"
+
+
+AnyRecipe = Recipe | ExampleRecipe
+
+
+def recipe_of(fields: dict[str, Any]) -> AnyRecipe:
+    """The recipe of `dataclasses.asdict`."""
+    return ExampleRecipe(**fields) if "kind" in fields else Recipe(**fields)
+
+
 @dataclass
 class ChunkResult:
     """What a chunk held.
@@ -59,10 +84,15 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def check_special_tokens(tokenizer: Tokenizer, recipe: Recipe) -> None:
+def check_special_tokens(tokenizer: Tokenizer, recipe: AnyRecipe) -> None:
     """Raises:
     DataError: the recipe asks for a token that the tokenizer does not have.
     """
+    if isinstance(recipe, ExampleRecipe):
+        from jtrain.data.examples import make_encoder
+
+        make_encoder(recipe, tokenizer)
+        return
     for wanted, token, name in (
         (recipe.append_eos, tokenizer.eos_id, "append_eos"),
         (recipe.prepend_bos, tokenizer.bos_id, "prepend_bos"),
@@ -75,13 +105,19 @@ def check_special_tokens(tokenizer: Tokenizer, recipe: Recipe) -> None:
             )
 
 
-def tokenise_chunk(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
+def tokenise_chunk(chunk: Chunk, recipe: AnyRecipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
     """Writes `out`.tokens (token_dtype) and `out`.lengths (int64: tokens of each document, in order).
+
+    Of examples also `out`.targets (uint8 a token) and `out`.values (float32 a document).
 
     Raises:
       DataError: the file can't be read.
       StorageError: the token files can't be written.
     """
+    if isinstance(recipe, ExampleRecipe):
+        from jtrain.data.examples import tokenise_examples
+
+        return tokenise_examples(chunk, recipe, tokenizer, out)
     result = ChunkResult()
     dtype = token_dtype(tokenizer.vocab_size)
     texts: list[str] = []

@@ -21,7 +21,7 @@ from typing import Any
 
 import jtrain.errors
 from jtrain.data.sources import Chunk
-from jtrain.data.tokenise import ChunkResult, Recipe, tokenise_chunk
+from jtrain.data.tokenise import AnyRecipe, ChunkResult, recipe_of, tokenise_chunk
 from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import DataError, JtrainError
 
@@ -29,7 +29,7 @@ from jtrain.errors import DataError, JtrainError
 class Worker:
     """The parent's end of one worker process."""
 
-    def __init__(self, tokenizer: str, recipe: Recipe):
+    def __init__(self, tokenizer: str, recipe: AnyRecipe):
         package = str(Path(jtrain.errors.__file__).parents[1])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
@@ -73,7 +73,7 @@ class Worker:
 
 
 def tokenise_parallel(
-    jobs: Sequence[tuple[Chunk, str]], recipe: Recipe, tokenizer: str, workers: int
+    jobs: Sequence[tuple[Chunk, str]], recipe: AnyRecipe, tokenizer: str, workers: int
 ) -> Iterator[ChunkResult]:
     """Results of the jobs in order, made by several processes at once."""
     started: list[Worker] = []
@@ -105,7 +105,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints stays out of the protocol
     setup = json.loads(sys.stdin.readline())
-    recipe = Recipe(**setup["recipe"])
+    recipe = recipe_of(setup["recipe"])
     tokenizer = load_tokenizer(setup["tokenizer"])
     for line in sys.stdin:
         job = json.loads(line)

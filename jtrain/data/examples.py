@@ -1,0 +1,164 @@
+"""Examples: records that become documents of tokens with a mask of targets, and perhaps a number.
+
+A kind of training says by an encoder how a record is read (`jtrain/data/conversations.py` for SFT). Records are encoded
+by chunks, in several processes, into the same memory-mapped caches as texts; `targets` lies beside the tokens. Never
+imports jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jtrain.data.cache import CacheOptions
+from jtrain.data.files import find_files, kind_of
+from jtrain.data.sources import Bad, Chunk, plan_chunks, read_records
+from jtrain.data.store import TokenStore
+from jtrain.data.tokenise import ChunkResult, ExampleRecipe, token_dtype
+from jtrain.data.tokenizers import Tokenizer
+from jtrain.errors import DataError, StorageError
+
+log = logging.getLogger("jtrain.data")
+
+_SHOWN = 200
+CHUNK_BYTES, PARALLEL_BYTES = 1 << 20, 2 << 20
+"""Examples cost more than plain text: smaller chunks, and several processes for smaller files."""
+
+
+class Example(NamedTuple):
+    """A document of tokens.
+
+    Attributes:
+      ids: its tokens.
+      targets: 1 where a token may be a target of the loss, else 0; as long as ids. (The first token of a document has
+        nothing before it and never is one, whatever stands here.)
+      value: a number that comes with it, such as a label or a margin.
+    """
+
+    ids: Sequence[int]
+    targets: Sequence[int]
+    value: float = 0.0
+
+
+Encoder = Callable[[Mapping[str, Any]], Sequence[Example]]
+"""Reads a record: its documents (one for SFT, two for a pair; none: it is empty and left out).
+
+Raises:
+  DataError: the record can't be used; it counts as a bad record (`data.on_bad_record`), and its number is added.
+"""
+
+ENCODERS = {"sft": "jtrain.data.conversations:sft_encoder"}
+"""Kind of a recipe -> `module:function`; `function(tokenizer, **recipe.options, title=recipe.title) -> Encoder`."""
+
+
+def make_encoder(recipe: ExampleRecipe, tokenizer: Tokenizer) -> Encoder:
+    """The encoder that a recipe names.
+
+    Raises:
+      DataError: its chat template is none, or the tokenizer lacks a token.
+    """
+    module, _, function = ENCODERS[recipe.kind].partition(":")
+    return getattr(importlib.import_module(module), function)(tokenizer, **recipe.options, title=recipe.title)
+
+
+def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
+    """One chunk of a source to token files; see `tokenise_chunk`."""
+    encode = make_encoder(recipe, tokenizer)
+    result = ChunkResult()
+    dtype = token_dtype(tokenizer.vocab_size)
+    try:
+        with (
+            open(f"{out}.tokens", "wb") as tokens,
+            open(f"{out}.targets", "wb") as targets,
+            open(f"{out}.lengths", "wb") as lengths,
+            open(f"{out}.values", "wb") as values,
+        ):
+            for record in read_records(chunk, recipe.options["text_field"]):
+                found = record if record is None else _encode(encode, record)
+                if isinstance(found, Bad):
+                    result.bad.append({"index": result.records, **asdict(found)})
+                    if len(result.bad) > recipe.bad_limit:
+                        return result
+                for example in () if found is None or isinstance(found, Bad) else found:
+                    tokens.write(np.asarray(example.ids, dtype).data)
+                    targets.write(np.asarray(example.targets, np.uint8).data)
+                    lengths.write(np.asarray([len(example.ids)], np.int64).data)
+                    values.write(np.asarray([example.value], np.float32).data)
+                    result.documents += 1
+                    result.tokens += len(example.ids)
+                result.records += 1
+    except OSError as error:
+        raise StorageError(
+            f"{out}.tokens can't be written: {error.strerror or error}", "Free space, or set data.cache_dir."
+        ) from error
+    return result
+
+
+def example_store(
+    records: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, options: CacheOptions, *, name: str
+) -> TokenStore:
+    """Encodes records in memory: a list of dicts, a `datasets.Dataset`, any sequence of records.
+
+    Args:
+      records: random access is used in order, once.
+      tokenizer: of the model.
+      options: with an `ExampleRecipe`; the policy for bad records.
+      name: of the argument, for messages.
+
+    Raises:
+      DataError: no example at all, or more bad records than the policy allows; the first bad one is named.
+    """
+    assert isinstance(options.recipe, ExampleRecipe)
+    encode = make_encoder(options.recipe, tokenizer)
+    limit = options.max_bad_records if options.on_bad_record == "skip" else 0
+    found: list[Example] = []
+    bad = 0
+    for index in range(len(records)):
+        result = _encode(encode, records[index])
+        if not isinstance(result, Bad):
+            found += result
+            continue
+        bad += 1
+        if bad > limit:
+            raise DataError(f"{name}[{index}] {result.reason}", result.remedy)
+    if bad:
+        log.warning("%d records of %s can't be used and were left out", bad, name)
+    if not found:
+        raise DataError(f"{name} holds no example", "Every record of it is empty.")
+    ids, targets, values = zip(*found, strict=True)
+    return TokenStore.from_documents(ids, targets, values)
+
+
+def first_record(data: Any, text_field: str, *, field: str = "data.train") -> Mapping[str, Any] | None:
+    """The first record of a path, or of records in memory, that can be read at all; None: there is none.
+
+    Raises:
+      DataError: there is no such file, or it can't be read.
+    """
+    if not isinstance(data, str):
+        return data[0] if len(data) else None
+    for path in find_files(data, field=field):
+        for chunk in plan_chunks(path, kind_of(path), CHUNK_BYTES, 1 << 62):
+            for record in read_records(chunk, text_field):
+                if isinstance(record, dict):
+                    return record
+    return None
+
+
+def example_options(options: CacheOptions, recipe: ExampleRecipe) -> CacheOptions:
+    """The options of texts for examples of a recipe."""
+    return replace(options, recipe=recipe, chunk_bytes=CHUNK_BYTES, parallel_bytes=PARALLEL_BYTES)
+
+
+def _encode(encode: Encoder, record: Any) -> Sequence[Example] | Bad:
+    if isinstance(record, Bad):
+        return record
+    try:
+        return encode(record)
+    except DataError as error:
+        return Bad(f"can't be used: {error.message}", error.remedy or "Mend it.", repr(record)[:_SHOWN])

@@ -26,6 +26,7 @@ class DeepseekV3(Llama):
 
     model_type = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
+    experts = True
     names = SIZES | _SHARED | {"n_routed_experts": "num_experts", "aux_loss_alpha": "router_aux_loss_coef"}
     defaults = DEFAULTS | {
         "vocab_size": 129_280,

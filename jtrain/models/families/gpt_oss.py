@@ -17,6 +17,7 @@ class GptOss(Llama):
 
     model_type = "gpt_oss"
     architectures = ("GptOssForCausalLM",)
+    experts = True
     names = SIZES | {
         "head_dim": "head_dim",
         "attention_bias": "attention_bias",

@@ -33,6 +33,7 @@ class Mixtral(Mistral):
 
     model_type = "mixtral"
     architectures = ("MixtralForCausalLM",)
+    experts = True
     names = SIZES | {
         "head_dim": "head_dim",
         "sliding_window": "sliding_window",

@@ -34,6 +34,7 @@ class Olmoe(Llama):
 
     model_type = "olmoe"
     architectures = ("OlmoeForCausalLM",)
+    experts = True
     names = SIZES | {
         "attention_bias": "attention_bias",
         "clip_qkv": "clip_qkv",

@@ -68,6 +68,7 @@ class Qwen3Moe(Llama):
 
     model_type = "qwen3_moe"
     architectures = ("Qwen3MoeForCausalLM",)
+    experts = True
     names = SIZES | {
         "head_dim": "head_dim",
         "attention_bias": "attention_bias",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from jtrain.errors import ConfigError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families.family import Family
 from jtrain.models.families.fields import Fields
@@ -40,12 +41,14 @@ class Table(Family):
       defaults: what transformers takes for a key that is not there.
       fixed: our fields that are the same in the whole family.
       only: keys with the values that we do; the first is what transformers takes if there is none, and is written.
+      experts: whether its models have experts.
     """
 
     names: ClassVar[dict[str, str]] = SIZES
     defaults: ClassVar[dict[str, Any]]
     fixed: ClassVar[dict[str, Any]] = {}
     only: ClassVar[dict[str, tuple[Any, ...]]] = {"hidden_act": SILU}
+    experts: ClassVar[bool] = False
 
     def decoder_config(self, hf: dict[str, Any]) -> DecoderConfig:
         fields = Fields(hf, self.defaults)
@@ -54,14 +57,21 @@ class Table(Family):
             fields.only(key, allowed)
         values |= self.fixed | self.read_positions(fields) | self.read(fields)
         fields.finish()
+        self._check_experts(values.get("num_experts", 0))
         return filled(DecoderConfig(**values))
 
     def hf_config(self, config: DecoderConfig) -> dict[str, Any]:
+        self._check_experts(config.num_experts)
         c = filled(config)
         out: dict[str, Any] = {"model_type": self.model_type, "architectures": list(self.architectures[:1])}
         out |= {key: getattr(c, ours) for key, ours in self.names.items()}
         out |= {key: allowed[0] for key, allowed in self.only.items()}
         return out | self.write_positions(c) | self.write(c)
+
+    def _check_experts(self, count: int) -> None:
+        if bool(count) != self.experts:
+            has = "experts" if self.experts else "no experts"
+            raise ConfigError(f"model.num_experts is {count}", f"A model of {self.model_type} has {has}.")
 
     def read_positions(self, fields: Fields) -> dict[str, Any]:
         """Our fields of the positions; rotary ones by default."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from jtrain.errors import ConfigError
+from jtrain.models import families
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import FAMILIES, family, family_of
 from jtrain.models.families.translation import of_function
@@ -164,6 +167,7 @@ def test_gpt2_and_pythia():
         (published.LLAMA_31_8B, {"num_key_value_heads": 5}, "num_key_value_heads 5"),
         (published.QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         (published.QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        (published.QWEN3_30B_A3B, {"num_experts": 0, "num_local_experts": 0}, "num_experts is 0"),
         (published.GEMMA_2_9B, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (published.GPT2_SMALL, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         (published.GPT2_SMALL, {"add_cross_attention": True}, "add_cross_attention"),
@@ -193,3 +197,22 @@ def test_an_unknown_family_names_the_known_ones_and_the_way_for_ones_own():
         family("qwen2_5")
     assert "Did you mean 'qwen2'" in error.value.remedy
     assert all(name in error.value.remedy for name in FAMILIES) and "docs/models.md" in error.value.remedy
+
+
+def test_the_family_of_the_docs_works(monkeypatch):
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MyLlama" in block)
+    monkeypatch.setattr(families, "FAMILIES", dict(FAMILIES))
+    exec(code, {})
+    one = family("my_llama")
+    config = read(published.LLAMA_31_8B, model_type="my_llama")
+    assert config.qk_norm == "full"
+    assert "model.layers.0.self_attn.q_norm.weight" in {tensor.key for tensor in one.tensors(config)}
+    assert family_of(config) is one  # no family of ours has this, and none with experts passes for it
+    with pytest.raises(ConfigError, match="attention_bias"):
+        read(published.LLAMA_31_8B, model_type="my_llama", attention_bias=True)
+
+
+def test_every_family_stands_in_the_docs():
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert all(f"`{name}`" in text for name in FAMILIES)

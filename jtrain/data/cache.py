@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.files import content_digest, find_files, is_url, kind_of, stat
-from jtrain.data.packing import PLAN_VERSION, Packing, Plan, plan_rows
+from jtrain.data.packing import PLAN_VERSION, Packing, Plan, Truncation, plan_examples, plan_rows
 from jtrain.data.sources import CHUNK_BYTES, Chunk, plan_chunks
 from jtrain.data.store import TokenStore
 from jtrain.data.tokenise import (
@@ -130,16 +130,31 @@ def open_store(
     return TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
 
 
-def open_plan(store: TokenStore, edges: np.ndarray, max_length: int, packing: Packing) -> Plan:
-    """The plan of a stretch of a store, kept beside its cache."""
-    if store.path is None:
-        return plan_rows(edges, max_length, packing)
+def open_plan(
+    store: TokenStore, edges: np.ndarray, max_length: int, packing: Packing, truncation: Truncation = "keep_start"
+) -> Plan:
+    """The plan of a stretch of a store, kept beside its cache; of examples where the store has targets.
+
+    Raises:
+      DataError: of all of the examples none has a token to learn.
+    """
+    targets = store.targets
     name = f"plan-{PLAN_VERSION}-{packing}-{max_length}-{int(edges[0])}-{int(edges[-1])}"
-    path = store.path / name
-    kept = _load_plan(path, max_length)
+    path = None if store.path is None else store.path / (name if targets is None else f"{name}-{truncation}")
+    kept = None if path is None else _load_plan(path, max_length)
     if kept is not None:
         return kept
-    plan = plan_rows(edges, max_length, packing)
+    if targets is None:
+        plan = plan_rows(edges, max_length, packing)
+    else:
+        plan = plan_examples(edges, targets, max_length, packing, truncation)
+        if not plan.rows:
+            raise DataError(
+                f"none of the {len(edges) - 1:,} examples has a token to learn",
+                f"Are the completions empty, or behind the first {max_length} tokens (max_length, data.truncation)?",
+            )
+    if path is None:
+        return plan
     made = _temporary(path)
     with _storage(made):
         made.mkdir()

@@ -22,7 +22,8 @@ class DataLoader:
 
     Row r of step k is row k * global_batch_size + r of `rows`; it stands at [r // b, r % b] of the batch, with
     b = global_batch_size / accumulation. Every array of a row gets the two leading axes; `row` int32 [A, b] is added:
-    the row's number r within the step.
+    the row's number r within the step. Where `rows` has `batch_length`, the step's arrays [n, L] are cut to the length
+    that it says for all rows of the step (the same in every process).
 
     Args:
       rows: what is read.
@@ -31,6 +32,7 @@ class DataLoader:
       sharding: of the leading axes, e.g. NamedSharding(mesh, P(None, ("data", "fsdp"))).
       prefetch: steps that are read ahead while the steps are asked for in turn; 0: none.
       stop: the step that is never asked for, where it is known: nothing from there on is read ahead.
+      whole: rows keep their length, whatever `batch_length` says: for outputs that are put together.
 
     Attributes:
       last_wait_seconds: how long the last `loader[k]` waited for its data.
@@ -48,6 +50,7 @@ class DataLoader:
         sharding: NamedSharding,
         prefetch: int = 2,
         stop: int | None = None,
+        whole: bool = False,
     ):
         if global_batch_size % accumulation:
             raise ConfigError(
@@ -56,6 +59,7 @@ class DataLoader:
             )
         self._shape = (accumulation, global_batch_size // accumulation)
         self._rows = rows
+        self._batch_length = None if whole else getattr(rows, "batch_length", None)
         self._size = global_batch_size
         self._sharding = sharding
         self._stop = stop
@@ -98,6 +102,10 @@ class DataLoader:
 
     def _read(self, step: int) -> dict[str, jax.Array]:
         host = dict(self._rows.rows(step * self._size + self._mine))
+        if self._batch_length is not None:
+            length = self._batch_length(step * self._size + np.arange(self._size))
+            if length is not None:
+                host = {name: values[:, :length] if values.ndim == 2 else values for name, values in host.items()}
         host["row"] = self._mine.astype(np.int32)
         return {name: self._put(values) for name, values in host.items()}
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-Packing = Literal["best_fit", "concat", "none"]
+Packing = Literal["best_fit", "best_fit_split", "concat", "none"]
+Truncation = Literal["keep_start", "keep_end"]
 PLAN_VERSION = 1
 
 
@@ -63,7 +64,51 @@ def plan_rows(edges: np.ndarray, max_length: int, packing: Packing) -> Plan:
         starts = np.union1d(edges[:-1][np.diff(edges) > 0], cuts)
         lengths = np.diff(np.append(starts, edges[-1]))
         return _plan(starts, lengths, (starts - edges[0]) // max_length, len(cuts), max_length)
-    starts, lengths = _cut(edges, max_length)
+    return _pack(*_cut(edges, max_length), max_length, packing)
+
+
+def plan_examples(
+    edges: np.ndarray, targets: np.ndarray, max_length: int, packing: Packing, truncation: Truncation = "keep_start"
+) -> Plan:
+    """Plans the rows of examples: pieces (of `concat`: rows) without a live target are left out.
+
+    best_fit: examples that share rows; of one that is longer than a row, its start or its end.
+    best_fit_split: examples that share rows; a longer one is cut into pieces, the tails packed like examples.
+    concat: the stream, cut every max_length tokens.
+    none: one example a row, longer ones as in best_fit.
+
+    Args:
+      edges: as in `plan_rows`.
+      targets: [tokens], 1 where a token may be a target; the first token of a piece never is one.
+      max_length: tokens of a row.
+      truncation: which part of a longer example stays.
+    """
+    edges = np.asarray(edges, np.int64)
+    if packing == "concat":
+        plan = plan_rows(edges, max_length, packing)
+        row = np.repeat(np.arange(plan.rows), np.diff(plan.first))
+        kept = np.zeros(plan.rows, bool)
+        kept[row[_live(plan.starts, plan.lengths, targets)]] = True
+        number = np.cumsum(kept) - 1
+        stays = kept[row]
+        return _plan(plan.starts[stays], plan.lengths[stays], number[row[stays]], int(kept.sum()), max_length)
+    if packing == "best_fit_split":
+        starts, lengths = _cut(edges, max_length)
+    else:
+        lengths = np.minimum(np.diff(edges), max_length)
+        starts = edges[:-1] if truncation == "keep_start" else edges[1:] - lengths
+    live = _live(starts, lengths, targets)
+    return _pack(starts[live], lengths[live], max_length, packing)
+
+
+def _live(starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Which pieces have a target behind their first token."""
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(targets, dtype=np.int64)])
+    return before[starts + lengths] > before[np.minimum(starts + 1, starts + lengths)]
+
+
+def _pack(starts: np.ndarray, lengths: np.ndarray, max_length: int, packing: Packing) -> Plan:
+    """Rows of pieces: one each, or by best fit."""
     if packing == "none":
         return _plan(starts, lengths, np.arange(len(starts)), len(starts), max_length)
     descending = np.argsort(-lengths, kind="stable")
@@ -96,6 +141,19 @@ def split_edges(edges: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
         np.concatenate([edges[:place], cut_edge]),
         np.concatenate([cut_edge, edges[place:] if edges[place] != cut else edges[place + 1 :]]),
     )
+
+
+def split_documents(edges: np.ndarray, fraction: float, unit: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Holds out the last `fraction` of the documents, whole ones: (edges of the first part, of the held-out part).
+
+    Args:
+      edges: as in `plan_rows`.
+      fraction: in (0, 1).
+      unit: documents that belong together (the two of a pair).
+    """
+    groups = (len(edges) - 1) // unit
+    cut = unit * (groups - min(groups - 1, max(1, round(fraction * groups))))
+    return edges[: cut + 1], edges[cut:]
 
 
 def _cut(edges: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:

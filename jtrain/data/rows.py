@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -51,11 +52,22 @@ class PackedRows:
         self.plan = plan
         self.store = store
         self._tokens = np.asarray(store.tokens)
+        self._targets = None if store.targets is None else np.asarray(store.targets)
         self._token_bytes = None if token_bytes is None else np.asarray(token_bytes, np.int32)
         self._pad_id = pad_id
 
     def __len__(self) -> int:
         return self.plan.rows
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of rows by number, int64 [n]."""
+        before = self._before
+        return before[self.plan.first[np.asarray(indices) + 1]] - before[self.plan.first[indices]]
+
+    @cached_property
+    def _before(self) -> np.ndarray:
+        """Tokens of the plan before each piece, and of all of them."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.plan.lengths, dtype=np.int64)])
 
     def rows(self, indices: np.ndarray) -> Batch:
         """Rows by number in [0, len)."""
@@ -88,6 +100,8 @@ class PackedRows:
         ids = self._tokens.take(places, mode="clip").astype(np.int32)
         positions = np.arange(segment_ids.size, dtype=np.int32) - np.repeat(target.astype(np.int32), sizes)
         labels = ids.copy()
+        if self._targets is not None:
+            labels[self._targets.take(places, mode="clip") == 0] = IGNORE
         labels[target[is_piece]] = IGNORE
         if sizes[padding].any():
             padded = segment_ids == 0
@@ -120,13 +134,20 @@ class TrainRows:
       seed: chooses the permutations.
       weights: one positive number a source, or empty.
       shuffle: False: the sources' own order, the same in every epoch.
+      buckets: lengths that a batch may be cut to (see `batch_length`), rising; empty: it never is.
 
     Raises:
       DataError: there are no rows, or nothing in them to predict.
     """
 
     def __init__(
-        self, sources: Sequence[PackedRows], *, seed: int, weights: Sequence[float] = (), shuffle: bool = True
+        self,
+        sources: Sequence[PackedRows],
+        *,
+        seed: int,
+        weights: Sequence[float] = (),
+        shuffle: bool = True,
+        buckets: Sequence[int] = (),
     ):
         if weights and len(weights) != len(sources):
             raise ConfigError(
@@ -140,6 +161,7 @@ class TrainRows:
         self._offsets = np.cumsum([0, *self._sizes])
         self._seed = seed
         self._shuffle = shuffle
+        self.buckets = tuple(buckets)
         self._mixture = Mixture(weights) if weights else None
         self.fingerprint = _fingerprint(sources, list(weights), shuffle)
 
@@ -154,6 +176,13 @@ class TrainRows:
         """Rows of the stream by number, at any n >= 0."""
         source, row = self.row_ids(indices)
         return _gather(self.sources, source, row)
+
+    def batch_length(self, indices: np.ndarray) -> int | None:
+        """The length to which these rows are cut where they make one batch: the first bucket that holds them all.
+
+        A function of the rows alone, so that every process comes to the same. None: they keep their length.
+        """
+        return _bucket(self.sources, *self.row_ids(indices), self.buckets)
 
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where rows of the stream come from: (source, row of that source), int64 [n] each."""
@@ -178,8 +207,9 @@ class EvalRows:
       DataError: there are no rows, or nothing in them to predict.
     """
 
-    def __init__(self, sources: Sequence[PackedRows]):
+    def __init__(self, sources: Sequence[PackedRows], *, buckets: Sequence[int] = ()):
         self.sources = tuple(sources)
+        self.buckets = tuple(buckets)
         self._offsets = np.cumsum([0, *(len(source) for source in sources)])
         if not len(self):
             raise DataError("the evaluation data holds no rows", "Check data.eval: the files may be empty.")
@@ -196,13 +226,27 @@ class EvalRows:
         """Rows by number, at any n >= 0; those from len on have no live label, no segment and no bytes."""
         indices = np.asarray(indices, np.int64)
         past = indices >= len(self)
-        inside = np.where(past, 0, indices)
-        source = np.searchsorted(self._offsets, inside, side="right") - 1
-        batch = _gather(self.sources, source, inside - self._offsets[source])
+        batch = _gather(self.sources, *self._places(np.where(past, 0, indices)))
         if past.any():
             for name, blank in (("labels", IGNORE), ("segment_ids", 0), ("position_ids", 0), ("bytes", 0)):
                 batch[name][past] = blank
         return batch
+
+    def batch_length(self, indices: np.ndarray) -> int | None:
+        """See `TrainRows.batch_length`; rows past the end have no length."""
+        indices = np.asarray(indices, np.int64)
+        return _bucket(self.sources, *self._places(indices[indices < len(self)]), self.buckets)
+
+    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        source = np.searchsorted(self._offsets, indices, side="right") - 1
+        return source, indices - self._offsets[source]
+
+
+def _bucket(sources: Sequence[PackedRows], source: np.ndarray, row: np.ndarray, buckets: Sequence[int]) -> int | None:
+    if not buckets:
+        return None
+    longest = max(int(sources[n].lengths(row[source == n]).max(initial=0)) for n in range(len(sources)))
+    return next(bucket for bucket in buckets if bucket >= longest)
 
 
 def _check_targets(what: str, sources: Sequence[PackedRows]) -> None:

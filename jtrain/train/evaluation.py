@@ -39,9 +39,16 @@ class FilledRows:
         return -(-len(self._rows) // self._count) * self.size
 
     def rows(self, indices: np.ndarray) -> Batch:
+        return self._rows.rows(self._numbers(indices))
+
+    def batch_length(self, indices: np.ndarray) -> int | None:
+        """What the rows say, where they say it."""
+        length = getattr(self._rows, "batch_length", None)
+        return None if length is None else length(self._numbers(indices))
+
+    def _numbers(self, indices: np.ndarray) -> np.ndarray:
         batch, place = np.divmod(np.asarray(indices), self.size)
-        filling = place >= self._count
-        return self._rows.rows(np.where(filling, len(self._rows), batch * self._count + place))
+        return np.where(place >= self._count, len(self._rows), batch * self._count + place)
 
 
 class Evaluator:

@@ -28,7 +28,8 @@ def predict(
     run = program.forward(first_micro_batch)
     size = program.batch.rows
     outputs = []
-    with DataLoader(rows, global_batch_size=size, sharding=program.batch_sharding, prefetch=1) as loader:
+    options = {"global_batch_size": size, "sharding": program.batch_sharding, "prefetch": 1, "whole": True}
+    with DataLoader(rows, **options) as loader:
         for index in range(-(-len(rows) // size)):
             output = run(params, variables, loader[index])
             outputs.append(multihost_utils.process_allgather(output, tiled=True))

@@ -22,8 +22,8 @@ from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import family
+from jtrain.models.families.translation import SIZES
 from jtrain.tasks.companion_files import has_tokenizer, plain
-from jtrain.tasks.local import local_folder
 from jtrain.tasks.model_folder import has_model_folder, read_model_folder
 
 Leaves = dict[str, Any]
@@ -154,6 +154,9 @@ def decoder_of(companions: Companions, where: str) -> tuple[Any, DecoderConfig]:
     if "model_type" not in config:
         raise ConfigError(f"{where}: {CONFIG} has no model_type", "give the folder of a causal language model")
     one = family(config["model_type"])
+    for key in SIZES:
+        if isinstance(config.get(key), str | list | dict):
+            raise ConfigError(f"{where}: {CONFIG}: {key} is {config[key]!r}", "write a number")
     try:
         return one, one.decoder_config(dict(config))
     except ConfigError as error:
@@ -179,9 +182,16 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     text = os.path.expanduser(os.fspath(path))
     if not text:
         raise ConfigError("the path of the model is empty", "give a folder")
-    text = local_folder(text)
+    if os.path.isfile(text) and not is_gguf(text):
+        raise ConfigError(f"{text} is a file", "give the folder that holds config.json and model.safetensors")
     place = layout.run_path(text)
-    if is_run(place):
+    try:
+        found = not is_gguf(text) and is_run(place)
+    except Exception as error:
+        if "://" not in text:
+            raise
+        raise ConfigError(f"{text} can't be looked at: {error}", "see that its store can be reached") from error
+    if found:
         return RunModel(place, step)
     if step is not None:
         raise ConfigError(f"step={step}: {text} is no run: it has no steps", "leave step out")
@@ -192,7 +202,7 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     if is_gguf(text):
         return HfModel(GgufWeights(text))
     if is_hub_name(text) and not os.path.exists(text):
-        text = os.fspath(hub_folder(text))
+        return HfModel(HfFolder(hub_folder(text)))
     return HfModel(HfFolder(text))
 
 

@@ -75,8 +75,8 @@ class PretrainTrainer(Trainer):
         **sections: Any,
     ):
         config = _with_arguments(load_config(config, sections), model, train_dataset, eval_dataset)
-        source = ModelSource(config)
-        config, self.tokenizer, self.decoder = source.config, source.tokenizer, source.decoder
+        self.source = ModelSource(config)
+        config, self.tokenizer, self.decoder = self.source.config, self.source.tokenizer, self.source.decoder
         rows, eval_rows = _rows(config, self.tokenizer, train_dataset, eval_dataset)
         loss = config.loss
         super().__init__(
@@ -90,7 +90,7 @@ class PretrainTrainer(Trainer):
             compute_metrics=lambda sums: _text_metrics(sums) | (compute_metrics(sums) if compute_metrics else {}),
             predict_fn=_token_losses,
             step_hook=step_hook,
-            source=source,
+            source=self.source,
         )
         for given in (self.train_rows, self.eval_rows):
             if given is not None:

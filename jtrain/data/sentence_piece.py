@@ -45,6 +45,10 @@ class SentencePieceTokenizer(TokenizerBase):
         self.vocab_size = max([self._pieces, *(token + 1 for token in self._added)])
         control = {self._backend.id_to_piece(n): n for n in range(self._pieces) if self._backend.is_control(n)}
         self._control = control | {text: token for token, (text, special) in self._added.items() if special}
+        self._control_ids = frozenset(self._control.values())
+        # A piece of one letter, to decode others as the middle of a text.
+        usual = (n for n in range(self._pieces) if not (self._backend.is_unknown(n) or self._backend.is_byte(n)))
+        self._lead = next(n for n in usual if len(self._backend.decode([n]).strip()) == 1)
         self._plain = {text: token for token, (text, special) in self._added.items() if not special}
         backend = self._backend
         own = {
@@ -74,7 +78,7 @@ class SentencePieceTokenizer(TokenizerBase):
         return self._added[token][0] if token in self._added else None
 
     def special_ids(self) -> frozenset[int]:
-        return frozenset(self._control.values())
+        return self._control_ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._plain:
@@ -123,28 +127,25 @@ class SentencePieceTokenizer(TokenizerBase):
         return ids, spans
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        parts = []
-        for is_piece, group in itertools.groupby(map(int, ids), lambda token: token < self._pieces):
+        texts: list[str] = []
+        for kind, group in itertools.groupby(map(int, ids), self._kind):
             tokens = list(group)
-            if is_piece and skip_special:
-                parts.append(self._backend.decode(tokens))
-            elif is_piece:
-                parts += [self._with_control(tokens)]
-            else:
-                parts += [
-                    self._added[token][0]
-                    for token in tokens
-                    if token in self._added and not (skip_special and self._added[token][1])
-                ]
-        return "".join(parts)
+            if kind == "piece":
+                texts.append(self._decode_pieces(tokens, begins=not texts))
+            elif kind == "added" or (kind == "control" and not skip_special):
+                texts += filter(None, map(self.id_to_token, tokens))
+        return "".join(texts)
 
-    def _with_control(self, tokens: list[int]) -> str:
-        backend = self._backend
-        groups = itertools.groupby(tokens, backend.is_control)
-        return "".join(
-            "".join(map(backend.id_to_piece, group)) if control else backend.decode(list(group))
-            for control, group in groups
-        )
+    def _kind(self, token: int) -> str:
+        if token in self._control_ids:
+            return "control"
+        return "piece" if token < self._pieces else "added"
+
+    def _decode_pieces(self, tokens: list[int], begins: bool) -> str:
+        """The library drops the space of the first piece: in the middle of a text there is another one before."""
+        if begins:
+            return self._backend.decode(tokens)
+        return self._backend.decode([self._lead, *tokens])[len(self._backend.decode([self._lead])) :]
 
     def token_bytes(self) -> np.ndarray | None:
         backend = self._backend

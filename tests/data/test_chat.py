@@ -156,7 +156,7 @@ def test_bytes_can_chat():
             "too much|takes more",
         ),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "asks for too much"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.3 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.2 s"),
         ("{% for i in range(99999) %}{{ 'long ' * 100 }}{% endfor %}", "writes more than 1,000,000 characters"),
         (
             "{% set x %}{% generation %}{% endgeneration %}{% generation %}a{% endgeneration %}{% endset %}b{{ x }}",
@@ -165,7 +165,7 @@ def test_bytes_can_chat():
     ],
 )
 def test_what_fails_or_attacks_is_a_data_error_and_the_next_template_works(source, message):
-    limits = Limits(output_characters=1_000_000, seconds=0.3)
+    limits = Limits(output_characters=1_000_000, seconds=0.2)
     with pytest.raises(DataError, match=message) as error:
         ChatTemplate(source, limits=limits).render(TWO)
     assert error.value.remedy

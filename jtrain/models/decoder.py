@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jtrain.errors import ConfigError
 from jtrain.models.attention import kv_repeats
 from jtrain.models.config import DecoderConfig
-from jtrain.models.dropout import dropout, dropout_keys
+from jtrain.models.dropout import dropout, dropout_keys, embedding_noise
 from jtrain.models.layer import Kinds, Layer, LayerKinds, whole_sequence
 from jtrain.models.norm import Norm
 from jtrain.models.parameters import normal
@@ -148,6 +148,7 @@ class Decoder(nnx.Module):
         rng: jax.Array | None = None,
         row: jax.Array | None = None,
         deterministic: bool = True,
+        noise_alpha: float = 0.0,
     ) -> tuple[jax.Array, RouterFigures | None]:
         """Activations after the final norm, and what the routers did.
 
@@ -158,14 +159,16 @@ class Decoder(nnx.Module):
           rng: scalar typed key of the step, for dropout.
           row: global number of each row within the step [B]; a row's dropout depends on (rng, layer, row).
           deterministic: True switches dropout off, and leaves the loads of the experts uncounted.
+          noise_alpha: of the noise on the embeddings (`embedding_noise`); 0: none. Needs `rng` and `row`.
 
         Returns:
           [B, L, D] in the compute type; sums over the layers of what their routers did, per row (None without experts).
 
         Raises:
-          ValueError: dropout is on, and `rng` or `row` is missing.
+          ValueError: dropout or noise is on, and `rng` or `row` is missing.
         """
         config = self.config
+        noise = (rng, row) if noise_alpha else (None, None)
         if deterministic or not (config.dropout or self.adapter_dropout):
             rng = row = None
         elif rng is None or row is None:
@@ -173,6 +176,10 @@ class Decoder(nnx.Module):
         if position_ids is None:
             position_ids = jnp.broadcast_to(token_index(input_ids.shape[1]), input_ids.shape)
         x = self.embed(input_ids, position_ids)
+        if noise_alpha:
+            if noise[0] is None or noise[1] is None:
+                raise ValueError("noise on the embeddings needs rng and row; pass noise_alpha=0 to switch it off")
+            x = embedding_noise(x, noise_alpha, noise[0], noise[1], segment_ids)
         keys = None
         if rng is not None and row is not None:
             embedding_keys, keys = dropout_keys(rng, config.num_hidden_layers, row)

@@ -33,11 +33,11 @@ def cross_entropy(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of the loss over all targets, and their number. See `cross_entropy_and_correct`."""
-    loss, count, _ = cross_entropy_and_correct(
+    """Sum of the loss over all targets, and their number. See `cross_entropy_figures`."""
+    figures = cross_entropy_figures(
         hidden, head, targets, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, chunk_size=chunk_size
     )
-    return loss, count
+    return figures.loss, figures.count
 
 
 def cross_entropy_and_correct(
@@ -50,7 +50,40 @@ def cross_entropy_and_correct(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cross-entropy of `softmax(hidden @ head)` against the targets.
+    """Loss sum, number of targets, and number of those that are the likeliest token. See `cross_entropy_figures`."""
+    return cross_entropy_figures(
+        hidden, head, targets, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, chunk_size=chunk_size
+    )[:3]
+
+
+class CrossEntropy(NamedTuple):
+    """Sums over the targets, all float32 (float64 where the activations are). Only the loss has a gradient.
+
+    Attributes:
+      loss: of the targets.
+      count: of the targets.
+      correct: how many of them are the likeliest token.
+      entropy: of the distributions at their places, in nats; 0 where it was not asked for.
+    """
+
+    loss: jax.Array
+    count: jax.Array
+    correct: jax.Array
+    entropy: jax.Array
+
+
+def cross_entropy_figures(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+) -> CrossEntropy:
+    """Cross-entropy of `softmax(hidden @ head)` against the targets, and figures of the same logits.
 
     With Z = sum_v exp(z_v) a target y costs
     `log Z - (1 - s) z_y - s mean_v(z_v) + w log(Z)^2`: s is label smoothing as Hugging Face's LabelSmoother has it
@@ -64,10 +97,7 @@ def cross_entropy_and_correct(
       z_loss: weight of log(Z)^2.
       softcap: logits z become softcap * tanh(z / softcap) first (Gemma 2, arXiv:2408.00118, section 2).
       chunk_size: tokens of a row whose logits exist at a time; rows of two tokens and more make two chunks at least.
-
-    Returns:
-      Loss sum, number of targets, and number of targets that are the likeliest token (all float32; float64 where
-      hidden is). Only the loss sum has a gradient.
+      entropy: whether the entropy is wanted.
 
     Raises:
       ValueError: a soft cap that is not positive.
@@ -75,9 +105,9 @@ def cross_entropy_and_correct(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap is {softcap}; write a positive number, or None")
     x_NBPCD, t_NBPC, chunks = cut(hidden, targets, head.shape[1], chunk_size)
-    options = _Options(label_smoothing, z_loss, softcap, chunks)
-    loss, correct = _chunked(options, x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
-    return loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct
+    options = _Options(label_smoothing, z_loss, softcap, chunks, entropy)
+    loss, correct, spread = _chunked(options, x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
+    return CrossEntropy(loss, jnp.sum(targets != IGNORED).astype(loss.dtype), correct, spread)
 
 
 def soft_cap(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -90,6 +120,7 @@ class _Options(NamedTuple):
     z_loss: float
     softcap: float | None
     cut: Cut
+    entropy: bool
 
 
 class _Chunk(NamedTuple):
@@ -101,6 +132,7 @@ class _Chunk(NamedTuple):
     live_BPC: jax.Array
     loss: jax.Array
     correct: jax.Array
+    entropy: jax.Array
 
 
 def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.Array) -> _Chunk:
@@ -119,7 +151,9 @@ def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.
         z = jnp.where(token < options.cut.vocab, z, -jnp.inf)
     top_z = jnp.max(z, axis=-1)
     top_z = jax.lax.pmax(top_z, parts) if parts else top_z
-    sum_z = jnp.sum(jnp.exp(z - top_z[..., None]), axis=-1)
+    below = z - top_z[..., None]
+    weight = jnp.exp(below)
+    sum_z = jnp.sum(weight, axis=-1)
     sum_z, target_z, mean_z = sum_over((sum_z, target_z, mean_z), parts)
     log_z = jnp.log(sum_z) + top_z
     loss = log_z - (1.0 - options.label_smoothing) * target_z - options.label_smoothing * mean_z
@@ -127,20 +161,24 @@ def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.
         loss = loss + options.z_loss * jnp.square(log_z)
     live = t_BPC != IGNORED
     correct = jnp.sum(live & (target_z >= top_z)).astype(wide)
-    return _Chunk(z, log_z, target, live, jnp.sum(jnp.where(live, loss, 0.0)), correct)
+    entropy = jnp.zeros((), wide)
+    if options.entropy:  # -sum p log p, with log p = below - log sum_z; in the padding 0 times -inf is to be 0
+        mean_below = sum_over(jnp.sum(jnp.where(weight > 0, weight * below, 0.0), axis=-1), parts)
+        entropy = jnp.sum(jnp.where(live, jnp.log(sum_z) - mean_below / sum_z, 0.0))
+    return _Chunk(z, log_z, target, live, jnp.sum(jnp.where(live, loss, 0.0)), correct, entropy)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(
     options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, t_NBPC: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     zero = jnp.zeros((), jnp.promote_types(x_NBPCD.dtype, jnp.float32))
 
-    def body(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):
+    def body(carry: tuple[jax.Array, jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):
         chunk = _chunk(options, at_use(xs[0]), head_DV, xs[1])
-        return (carry[0] + chunk.loss, carry[1] + chunk.correct), None
+        return (carry[0] + chunk.loss, carry[1] + chunk.correct, carry[2] + chunk.entropy), None
 
-    return jax.lax.scan(body, (zero, zero), (x_NBPCD, t_NBPC))[0]
+    return jax.lax.scan(body, (zero, zero, zero), (x_NBPCD, t_NBPC))[0]
 
 
 def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, t_NBPC: jax.Array):
@@ -151,7 +189,7 @@ def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, 
     d, v = head_DV.shape
 
     def body(carry, xs):
-        loss, correct, d_head_RSDV = carry
+        loss, correct, entropy, d_head_RSDV = carry
         x, t = at_use(xs[0]), xs[1]
         chunk = _chunk(options, x, head_DV, t)
         p = jnp.exp(chunk.logits_BPCV - chunk.log_z_BPC[..., None])
@@ -172,14 +210,14 @@ def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, 
             "rbspcd,rbspcv->rsdv", by_rank(options.cut, x), by_rank(options.cut, d_z), preferred_element_type=wide
         )
         d_head_RSDV = constrain(d_head_RSDV + d_head, "batch", "sequence", None, "vocab")
-        return (loss + chunk.loss, correct + chunk.correct, d_head_RSDV), d_x
+        return (loss + chunk.loss, correct + chunk.correct, entropy + chunk.entropy, d_head_RSDV), d_x
 
     zero = jnp.zeros((), wide)
     start = jnp.zeros((options.cut.ranks, options.cut.spans, d, v), wide)
     start = constrain(start, "batch", "sequence", None, "vocab")
-    (loss, correct, d_head_RSDV), d_x_NBPCD = jax.lax.scan(body, (zero, zero, start), (x_NBPCD, t_NBPC))
+    (loss, correct, entropy, d_head_RSDV), d_x_NBPCD = jax.lax.scan(body, (zero, zero, zero, start), (x_NBPCD, t_NBPC))
     # Empty slices carry the operands' types to the backward pass.
-    return (loss, correct), (d_x_NBPCD, d_head_RSDV, x_NBPCD[:0], head_DV[:0], t_NBPC)
+    return (loss, correct, entropy), (d_x_NBPCD, d_head_RSDV, x_NBPCD[:0], head_DV[:0], t_NBPC)
 
 
 def _chunked_backward(options: _Options, residuals, cotangents):

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from jtrain.cli import args as arguments
+from jtrain.cli.options import parse
 from jtrain.config.names import nearest
 from jtrain.errors import ConfigError
 
@@ -17,12 +18,18 @@ FIGURES = {
     "help": "`jtrain --help`",
     "startup": "process start to the end of the first step, cold and with the compile cache",
     "hlo": "lines of the compiled step at 32 layers against 4",
+    "decode": "tokens/s of generate on --model, for 1 and 8 rows, against transformers where --peer has it",
     "mfu": "a training step of --preset on the devices at hand: tokens/s, TFLOP/s, MFU",
 }
-USAGE = "jtrain bench [FIGURE...] [--preset NAME] [--json]"
+USAGE = "jtrain bench [FIGURE...] [--preset NAME] [--model MODEL] [--peer PYTHON] [--json]"
+_KINDS = {"preset": str, "model": str, "peer": str, "json": bool}
 HELP = f"""usage: {USAGE}
 
 Measures and prints; all figures unless some are named.
+
+  --preset  what mfu trains (llama-tiny)
+  --model   what decode generates with: whatever jtrain generate takes (smollm2-135m, random weights)
+  --peer    an interpreter with transformers and torch (JTRAIN_BENCH_PEER; this one, if it has them)
 
 """ + "\n".join(f"  {name:<9} {text}" for name, text in FIGURES.items())
 
@@ -32,19 +39,23 @@ def run(args: list[str]) -> int:
     if arguments.wants_help(args):
         print(HELP)
         return 0
-    as_json = "--json" in args
-    preset, names = _preset([arg for arg in args if arg != "--json"])
+    names, options = parse(args, USAGE, ("FIGURE",) * len(FIGURES), _KINDS, optional=len(FIGURES))
+    as_json = options.get("json", False)
     for name in names:
         if name not in FIGURES:
             meant = nearest(name, FIGURES)
             known = f"Figures: {', '.join(FIGURES)}."
             raise ConfigError(f"bench: {name!r} is no figure", f"Did you mean {meant!r}? {known}" if meant else known)
+    arguments_of = {
+        "mfu": (options.get("preset", "llama-tiny"),),
+        "decode": (options.get("model", "smollm2-135m"), options.get("peer")),
+    }
     from jtrain.cli import figures
 
     found: dict[str, Any] = {}
     for name in names or FIGURES:
         print(f"measuring {name}: {FIGURES[name]}", file=sys.stderr, flush=True)
-        measured = figures.mfu(preset) if name == "mfu" else getattr(figures, name)()
+        measured = getattr(figures, name)(*arguments_of.get(name, ()))
         found |= measured
         if not as_json:
             for key, figure in measured.items():
@@ -60,19 +71,3 @@ def _line(name: str, figure: dict[str, Any]) -> str:
     if figure["ratio"] is not None:
         text += f" | ratio {figure['ratio']:.4f}"
     return f"{text} | against {figure['against']}" if figure["against"] else text
-
-
-def _preset(args: list[str]) -> tuple[str, list[str]]:
-    """The value of --preset, and the other arguments."""
-    names: list[str] = []
-    preset = "llama-tiny"
-    rest = iter(args)
-    for arg in rest:
-        flag, equals, value = arg.partition("=")
-        if flag == "--preset":
-            preset = value if equals else next(rest, "")
-        elif arg.startswith("-"):
-            raise ConfigError(f"bench: unknown flag {arg!r}", f"usage: {USAGE}")
-        else:
-            names.append(arg)
-    return preset, names

@@ -233,7 +233,7 @@ def _guarded(what: str, call: Callable[[], Any], error: type[JtrainError]) -> An
         raise error(
             f"{what} is not on this machine as a whole, and the hub can't be reached"
             + (" (HF_HUB_OFFLINE is set)" if _offline() else f": {_short(cause)}"),
-            "fetch it once with a network, or give the path of a copy",
+            "fetch it once with a network, or give the path of a copy: no file or folder here has that name",
         ) from cause
     except (OSError, RuntimeError) as cause:  # of the connection: its classes differ by release
         raise error(

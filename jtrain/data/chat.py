@@ -19,6 +19,7 @@ from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK_REMEDY = (
     "Put {% generation %} ... {% endgeneration %} around what the assistant writes in the template, or give"
@@ -165,11 +166,16 @@ class ChatTemplate:
         for place, number in enumerate(answers):
             before, behind = parts[1 + 2 * place]["text"], parts[2 + 2 * place]["text"]
             if not behind.startswith(before):
+                before = _THOUGHTS.sub("", before)  # opened for a model that thinks; this answer has no thoughts
+            if not behind.startswith(before):
                 raise DataError(
                     f"{self.name}: message {number + 1} (assistant) does not follow what the template writes before an"
                     " answer, so that its tokens can't be told from the others",
                     _MARK_REMEDY,
                 )
+            if not text.startswith(behind):
+                # Some close every conversation with the end token, and not the turns inside of it.
+                behind = behind.removesuffix(self.special_tokens.get("eos_token", ""))
             if not text.startswith(behind):
                 raise DataError(
                     f"{self.name} changes message {number + 1} (assistant), or what is before it, when more messages"

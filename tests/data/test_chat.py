@@ -205,6 +205,20 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_with_the_turn():
         ChatTemplate(first).encode(tokenizer, TWO[1:])
 
 
+def test_an_end_of_the_whole_conversation_and_opened_thoughts_are_no_part_of_an_answer(tokenizers):
+    tokenizer = tokenizers["bpe"]
+    chatml = unmarked(MARKED["chatml"])
+    closed = chatml + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"  # as Phi-3
+    opened = chatml.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")  # as DeepSeek R1
+    assert opened != chatml
+    expected = ChatTemplate(chatml).encode(tokenizer, TWO)
+    assert ChatTemplate(opened).encode(tokenizer, TWO) == expected
+    ids, mask = ChatTemplate(closed, tokenizer.special_tokens).encode(tokenizer, TWO)
+    # The end of the conversation itself is text that the model learns to write behind its last answer.
+    assert ids == [*expected.ids, tokenizer.eos_id]
+    assert mask[: len(expected.ids) - 1] == expected.assistant_mask[:-1] and mask[-1] == 1
+
+
 def test_answers_without_a_token_are_an_error():
     tokenizer = load_tokenizer("bytes")
     nowhere = "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"

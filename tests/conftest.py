@@ -5,9 +5,11 @@ import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Eight devices share two cores: a collective may wait long for its slowest member.
+# Eight devices share two cores: a collective may wait long for its slowest member. Compiling is most of the cost of the
+# tests, and half of that is LLVM's: machine code that runs a few steps need not be fast.
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=1800"
+    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=1800 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 _OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
 if _OWN_CACHE:  # the workers of pytest-xdist and the tests' subprocesses inherit it

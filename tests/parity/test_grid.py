@@ -20,11 +20,9 @@ def pipeline(**fields):
 
 SMOKE = [
     Case("tied", "pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(microbatches=4)),
-    Case("experts", "pipeline=2,data=1", 2, pipeline(microbatches=4)),
-    Case("odd", "pipeline=2,data=1", 2, pipeline(virtual_stages=2, microbatches=4, residuals="save")),
-    Case("dense", "context=2,fsdp=2,tensor=2,data=1", 8),
-    Case("experts", "expert=2,fsdp=2,data=1", 4),
+    Case("experts", "pipeline=2,data=1", 2, pipeline(virtual_stages=2, microbatches=4, residuals="save")),
 ]
+"""Other axes run by default in test_meshes, test_context, test_experts and test_slices."""
 
 STAGED = [
     *(
@@ -40,6 +38,8 @@ STAGED = [
             ("pipeline=2,fsdp=4,data=1", 8, pipeline(virtual_stages=2, microbatches=2, residuals="save")),
         )
     ),
+    Case("experts", "pipeline=2,data=1", 2, pipeline(microbatches=4)),
+    Case("odd", "pipeline=2,data=1", 2, pipeline(virtual_stages=2, microbatches=4, residuals="save")),
     Case("tied", "pipeline=2,data=1", 2, pipeline(schedule="gpipe", virtual_stages=2, microbatches=4)),
     Case("tied", "pipeline=2,fsdp=2,data=1", 4, pipeline(microbatches=4), ACCUMULATION),
     Case("tied", "pipeline=4,tensor=2,data=1", 8, pipeline(microbatches=16)),
@@ -80,6 +80,8 @@ FLAT = [
             ("expert=4,tensor=2,data=1", 8, ()),
         )
     ),
+    Case("dense", "context=2,fsdp=2,tensor=2,data=1", 8),
+    Case("experts", "expert=2,fsdp=2,data=1", 4),
     Case("tied", "context=8,data=1", 8, (), ACCUMULATION),
     Case("tied", "context=2,tensor=4,data=1", 8),
     Case("tied", "fsdp=4,tensor=2,data=1", 8),

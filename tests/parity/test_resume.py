@@ -12,8 +12,13 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus, tmp_path_factory):
-    trainer, ledger = train(settings(corpus, tmp_path_factory.mktemp("whole") / "run"))
+def whole(tmp_path_factory):
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, whole):
+    trainer, ledger = train(settings(corpus, whole))
     assert trainer.epoch > 1.0  # an epoch ends inside the run
     return bits(trainer.state), figures(trainer), ledger.rows
 
@@ -61,10 +66,7 @@ def test_eight_then_four_then_one_device_use_the_same_rows_and_reach_the_same_lo
     np.testing.assert_allclose([losses[k] for k in lines], [lines[k][0] for k in lines], rtol=1e-5)
 
 
-def test_a_finished_run_is_left_alone(corpus, tmp_path):
-    config = settings(corpus, tmp_path / "run", max_steps=2)
-    first, _ = train(config)
-    again, _ = train(config)
-    assert again.history.train == [] and again.counters.step == 2
-    assert bits(again.state) == bits(first.state)
-    assert again.counters == first.counters
+def test_a_finished_run_is_left_alone(corpus, whole, uninterrupted):
+    again, ledger = train(settings(corpus, whole))
+    assert again.history.train == [] and again.counters.step == STEPS and ledger.rows == {}
+    assert bits(again.state) == uninterrupted[0]

@@ -15,7 +15,7 @@ from jtrain.tasks.source import ModelSource
 from tests.checkpoint.test_gguf_folder import TOKENS, model_file
 from tests.data.hub_server import hub
 
-FIXTURE = Path(__file__).parents[1] / "models" / "fixtures" / "llama"
+FIXTURE = Path(__file__).parents[1] / "models" / "families" / "fixtures" / "llama"
 
 
 def leaves(model):

@@ -52,7 +52,10 @@ Raises:
   DataError: the record can't be used; it counts as a bad record (`data.on_bad_record`), and its number is added.
 """
 
-ENCODERS = {"sft": "jtrain.data.conversations:sft_encoder"}
+ENCODERS = {
+    "sft": "jtrain.data.conversations:sft_encoder",
+    "preference": "jtrain.data.pairs:preference_encoder",
+}
 """Kind of a recipe -> `module:function`; `function(tokenizer, **recipe.options, title=recipe.title) -> Encoder`."""
 
 

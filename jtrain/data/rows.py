@@ -46,11 +46,24 @@ class PackedRows:
       plan: the pieces of each row.
       token_bytes: int [V], UTF-8 bytes that each token stands for, or None: not known.
       pad_id: token that stands in padding; it is never attended to and never a target.
+      edges: the stretch of the store that was planned; by default all of it.
+      title: what the source holds, in words.
     """
 
-    def __init__(self, store: TokenStore, plan: Plan, *, token_bytes: np.ndarray | None = None, pad_id: int = 0):
+    def __init__(
+        self,
+        store: TokenStore,
+        plan: Plan,
+        *,
+        token_bytes: np.ndarray | None = None,
+        pad_id: int = 0,
+        edges: np.ndarray | None = None,
+        title: str = "",
+    ):
         self.plan = plan
         self.store = store
+        self.edges = store.edges if edges is None else edges
+        self.title = title
         self._tokens = np.asarray(store.tokens)
         self._targets = None if store.targets is None else np.asarray(store.targets)
         self._token_bytes = None if token_bytes is None else np.asarray(token_bytes, np.int32)
@@ -228,8 +241,9 @@ class EvalRows:
         past = indices >= len(self)
         batch = _gather(self.sources, *self._places(np.where(past, 0, indices)))
         if past.any():
-            for name, blank in (("labels", IGNORE), ("segment_ids", 0), ("position_ids", 0), ("bytes", 0)):
-                batch[name][past] = blank
+            for name in batch:  # of pairs with a prefix: chosen_labels, ...
+                if name.endswith(("labels", "segment_ids", "position_ids", "bytes")):
+                    batch[name][past] = IGNORE if name.endswith("labels") else 0
         return batch
 
     def batch_length(self, indices: np.ndarray) -> int | None:

@@ -202,7 +202,8 @@ def merge(module: nnx.Module) -> nnx.Module:
         if projection.adapter is None:
             continue
         kernel = projection.kernel
-        projection.kernel = nnx.Param(merged_kernel(projection), out_sharding=_names(kernel), **FROZEN)
+        with nnx.use_eager_sharding(False):  # it lies where the parts lie
+            projection.kernel = nnx.Param(merged_kernel(projection), out_sharding=_names(kernel), **FROZEN)
         projection.unmerged, projection.unmerged_adapter, projection.adapter = kernel, projection.adapter, None
     return module
 
@@ -277,3 +278,12 @@ def _names(kernel: Any) -> tuple[str | None, ...] | None:
     if isinstance(kernel, QuantizedKernel):
         return (*kernel.lead_names, *kernel.axes)
     return kernel.get_metadata().get("out_sharding")
+
+
+def projection_shapes(module: nnx.Module) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Path of every projection -> shape of its kernel in one layer, and how many of its axes are inputs."""
+    shapes = {}
+    for path, projection in projections(module).items():
+        shape = projection.kernel[...].shape
+        shapes[path] = (tuple(shape[len(shape) - len(projection.axes) :]), projection.input_rank)
+    return shapes

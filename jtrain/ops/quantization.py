@@ -1,7 +1,8 @@
 """Weights in few bits: int8 with a scale a channel, NF4 with quantised scales (QLoRA, Dettmers et al. 2023).
 
-A quantised weight is a tuple of arrays and knows how to become a weight again; it is never differentiated. Everything
-here is elementwise or a small reduction, so that XLA fuses it with what reads the weight, on every backend.
+A quantised weight is a tuple of arrays and knows how to become a weight again; it is never differentiated. Writing a
+weight out is elementwise but for the look-up of NF4's table (selects in its place would be quicker to fuse, but XLA
+moves their 16 broadcast constants out of the loop over layers, each as large as a weight).
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Nf4Weight:
         absmax = self.absmax.astype(jnp.float32) * scale + mean
         halves = _blocks(self.codes, axis, self.codes.shape[axis] // absmax.shape[axis])
         code = jnp.concatenate([halves & 15, halves >> 4], axis + 1)
-        weight = _table(code) * jnp.expand_dims(absmax, axis + 1)
+        weight = jnp.asarray(NF4, jnp.float32)[code.astype(jnp.int32)] * jnp.expand_dims(absmax, axis + 1)
         return weight.reshape(*weight.shape[:axis], -1, *weight.shape[axis + 2 :]).astype(dtype)
 
     @staticmethod
@@ -168,15 +169,6 @@ def _blocks(weight: jax.Array, axis: int, block: int) -> jax.Array:
 
 def _nonzero(scale: jax.Array) -> jax.Array:
     return jnp.where(scale == 0, 1.0, scale)
-
-
-def _table(code: jax.Array) -> jax.Array:
-    """NF4[code], by four levels of selects: a gather from a table would be slow on TPUs and fuse nowhere."""
-    values: list[Any] = [jnp.float32(value) for value in NF4]
-    for bit in range(4):
-        on = (code >> bit) & 1 == 1
-        values = [jnp.where(on, values[i + 1], values[i]) for i in range(0, len(values), 2)]
-    return values[0]
 
 
 def bytes_per_weight(shapes: dict[str, Any], size: int) -> float:

@@ -88,8 +88,12 @@ def _chat_templates(folder: str, config: dict[str, Any]) -> dict[str, str]:
 
 def _stop_ids(folder: str) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, else of config.json: a number or several."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder, name).get("eos_token_id")
+    try:
+        model = _read_json(folder, "config.json")
+    except DataError:  # a common name: beside a tokenizer that stands alone it may be anyone's
+        model = {}
+    for settings in (_read_json(folder, "generation_config.json"), model):
+        value = settings.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         if ids and all(isinstance(token, int) for token in ids):
             return tuple(ids)

@@ -128,13 +128,19 @@ def test_a_folder_has_the_tensors_config_and_tokenizer(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
 
 
-def test_the_config_is_one_that_the_family_reads(tmp_path):
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_the_config_is_one_that_the_family_reads(tmp_path, arch):
     from jtrain.models.families import family
 
-    model_file(tmp_path / "m.gguf")
-    config = json.loads((gguf_to_folder(tmp_path / "m.gguf", tmp_path / "out") / "config.json").read_text())
-    decoder = family("llama").decoder_config(config)
+    norms = {f"blk.{n}.attn_{which}_norm.weight": np.ones(DH) for n in range(N) for which in "qk"}
+    biases, more = arch == "qwen2", norms if arch == "qwen3" else {}
+    model_file(tmp_path / "m.gguf", arch=arch, biases=biases, more=more, metadata={f"{arch}.attention.key_length": DH})
+    out = gguf_to_folder(tmp_path / "m.gguf", tmp_path / "out")
+    decoder = family(arch).decoder_config(json.loads((out / "config.json").read_text()))
     assert (decoder.hidden_size, decoder.rope_theta, decoder.tie_word_embeddings) == (D, 5000.0, True)
+    assert (decoder.attention_bias, decoder.qk_norm) == (biases, "head" if arch == "qwen3" else "none")
+    expected = {tensor.key: tensor.shape for tensor in family(arch).tensors(decoder)}
+    assert {name: values.shape for name, values in load_file(out / "model.safetensors").items()} == expected
 
 
 def test_qwen2_keeps_the_order_of_rows_and_has_biases(tmp_path):

@@ -174,7 +174,8 @@ def test_stop_ids_are_those_of_the_generation_config_and_the_end_token(tmp_path)
     assert load_tokenizer(str(tmp_path)).stop_ids == (2, 1)
     write(tmp_path, generation_config={"eos_token_id": [3, 1]})
     assert load_tokenizer(str(tmp_path)).stop_ids == (3, 1)
-    write(tmp_path, generation_config={"eos_token_id": None}, config={})
+    (tmp_path / "config.json").write_text("not of a model")
+    write(tmp_path, generation_config={"eos_token_id": None})
     assert load_tokenizer(str(tmp_path)).stop_ids == (1,)
 
 

@@ -22,7 +22,7 @@ SMOKE = [
     Case("tied", "pipeline=2,fsdp=2,tensor=2,data=1", 8, pipeline(microbatches=4)),
     Case("experts", "pipeline=2,data=1", 2, pipeline(virtual_stages=2, microbatches=4, residuals="save")),
 ]
-"""Other axes run by default in test_meshes, test_context, test_experts and test_slices."""
+"""Other axes run by default in test_meshes, test_context and test_experts."""
 
 STAGED = [
     *(

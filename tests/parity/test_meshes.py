@@ -9,14 +9,14 @@ from tests.parity.runs import bits, settings, write_corpus
 STEPS = 20
 
 MESHES = {
-    "data8": {"devices": 8, "gradient_accumulation_steps": 1},
     "fsdp8": {"devices": 8, "mesh": {"data": 1, "fsdp": 8}, "gradient_accumulation_steps": 1},
-    "tensor4": {"devices": 4, "mesh": {"data": 1, "tensor": 4}, "gradient_accumulation_steps": 1},
     "data2.fsdp2.tensor2": {"devices": 8, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
     "two slices": {"devices": 8, "mesh": {"data": 4, "tensor": 2, "slices": 2}},
     "accumulation4": {"gradient_accumulation_steps": 4},
 }
 MORE = {
+    "data8": {"devices": 8, "gradient_accumulation_steps": 1},
+    "tensor4": {"devices": 4, "mesh": {"data": 1, "tensor": 4}, "gradient_accumulation_steps": 1},
     "accumulation1": {"gradient_accumulation_steps": 1},
     "fsdp4.tensor2": {"devices": 8, "mesh": {"data": 1, "fsdp": 4, "tensor": 2}},
     "zero1": {"devices": 4, "strategy": "zero1", "mesh": {}},

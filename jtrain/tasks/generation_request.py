@@ -116,7 +116,7 @@ def prompt_ids(tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
     if chat:
         from jtrain.data.chat import load_chat_template
 
-        return load_chat_template(tokenizer).encode(tokenizer, prompt, add_generation_prompt=True).ids
+        return load_chat_template(tokenizer).encode(tokenizer, prompt, add_generation_prompt=True, mask=False).ids
     ids = tokenizer.encode(prompt)
     if ids:
         return ids

@@ -192,6 +192,17 @@ def test_what_is_no_conversation_is_named(messages, message):
         ChatTemplate(PLAIN).render(messages)
 
 
+def test_a_prompt_needs_no_answers_told_apart(tokenizers):
+    """Qwen3 takes the thoughts out of earlier turns, and may be asked on."""
+    for case in GOLDENS:
+        if case["arguments"].get("add_generation_prompt"):
+            tokenizer = tokenizers[case["tokenizer"]]
+            template = ChatTemplate(unmarked(MARKED[case["template"]]), tokenizer.special_tokens)
+            more = {name: value for name, value in case["arguments"].items() if name != "add_generation_prompt"}
+            found = template.encode(tokenizer, case["messages"], add_generation_prompt=True, mask=False, **more)
+            assert found == (case["ids"], [])
+
+
 def test_a_template_that_rewrites_earlier_turns_is_an_error_with_the_turn():
     tokenizer = load_tokenizer("bytes")
     last = "{% for m in messages %}{{ '!' if loop.last and m.role == 'assistant' }}{{ m.content }}{% endfor %}"

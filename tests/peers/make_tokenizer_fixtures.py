@@ -5,8 +5,8 @@
 FOLDER holds ggml-vocab-{gpt-2,qwen2,phi-3}.gguf with .inp (texts) and .out (ids of the models' own tokenizers, without
 special tokens), as in llama.cpp/models. Needs the package gguf.
 
-Each fixture: tokens; types; scores (SentencePiece); cuts: of each merge the length of its left half, where merge n makes
-the n-th token that is longer than a byte; pre; cases: [text, ids].
+Each fixture: tokens; types; scores (SentencePiece); cuts: of each merge the length of its left half, where merge n
+makes the n-th token that is longer than a byte; pre; cases: [text, ids].
 """
 
 from __future__ import annotations

@@ -69,9 +69,14 @@ FOLDERS = {
         "attention_bias": True, "mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 4.0},
     },
     "qwen2-yarn": {
-        "hidden_size": 32,
+        "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
         "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1,
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    # biases so large that both clamps are met
+    "gpt-oss-clamped": {
+        "hidden_size": 16, "intermediate_size": 12, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 12,
     },
     "gemma3-linear": {
         "num_hidden_layers": 2, "head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 12,
@@ -94,7 +99,7 @@ FOLDERS = {
 }  # fmt: skip
 TYPES = {
     "phi3-long": "phi3", "phi3-short": "phi3", "llama-linear": "llama", "qwen2-yarn": "qwen2", "gpt-neox": "gpt_neox",
-    "deepseek-v3-yarn": "deepseek_v3", "gemma3-linear": "gemma3_text",
+    "deepseek-v3-yarn": "deepseek_v3", "gpt-oss-clamped": "gpt_oss", "gemma3-linear": "gemma3_text",
 }  # fmt: skip
 
 
@@ -106,7 +111,9 @@ def draw(model: torch.nn.Module, seed: int) -> None:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if parameter.ndim >= 2:
+            if name.endswith("gate_up_proj_bias"):
+                parameter.copy_(4.0 * noise)
+            elif parameter.ndim >= 2:
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
             elif "norm" in name and name.endswith("weight"):
                 parameter.copy_(parameter + 0.2 * noise)

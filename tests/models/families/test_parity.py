@@ -9,7 +9,10 @@ import pytest
 from ..build import jit
 from .folders import NAMES, Folder, flat, folder, forward, gradient_norms, model, run
 
-ONCE_MORE = ["deepseek-v3-yarn", "gemma3-linear", "llama-linear", "mixtral", "olmoe", "phi3-short", "qwen2-yarn"]
+ONCE_MORE = [
+    "deepseek-v3-yarn", "gemma3-linear", "gpt-oss-clamped", "llama-linear", "mixtral", "olmoe", "phi3-short",
+    "qwen2-yarn",
+]  # fmt: skip
 """Folders whose backward pass is that of another one: their gradients belong to the grid."""
 
 
@@ -46,7 +49,8 @@ def whole(one: Folder, dtype: str = "float32"):
     return ours
 
 
-def check_logits(one: Folder, logits: jax.Array, loss: jax.Array, tolerance=2e-4, of_loss=1e-5) -> None:
+def check_logits(one: Folder, logits: jax.Array, loss: jax.Array, tolerance=2e-5, of_loss=5e-6) -> None:
+    """What is found is below 3e-6 and 1e-6; the two forms of GELU are 1e-4 apart."""
     live = one.batch[1] == 1
     theirs = one.oracle["logits"][live]
     off = np.abs(np.asarray(logits)[live] - theirs).max() / (theirs.max() - theirs.min())
@@ -59,4 +63,4 @@ def check_gradients(one: Folder, gradients: dict) -> None:
     theirs = {key.removeprefix("gradnorm."): value[0] for key, value in one.oracle.items() if "gradnorm." in key}
     assert ours.keys() == theirs.keys()
     for key, norm in theirs.items():
-        assert ours[key] == pytest.approx(norm, rel=1e-3, abs=1e-6), key
+        assert ours[key] == pytest.approx(norm, rel=1e-4, abs=1e-6), key

@@ -45,8 +45,8 @@ def least(mesh: dict[str, int], shape: DecoderConfig, method: str) -> Needs:
 
 
 CASES = [
-    ({"context": 4}, "ring", "full"),
-    ({"context": 4}, "ulysses", "full"),
+    pytest.param({"context": 4}, "ring", "full", marks=pytest.mark.grid),
+    pytest.param({"context": 4}, "ulysses", "full", marks=pytest.mark.grid),
     ({"context": 4}, "ring", "save_attention"),  # the ring is not run again: two passes instead of three
     ({"fsdp": 2, "context": 2, "tensor": 2}, "ring", "full"),
     ({"fsdp": 2, "context": 2, "tensor": 2}, "ulysses", "full"),

@@ -22,6 +22,8 @@ from jtrain.errors import DataError
 
 _MEMORY = 1 << 30
 _START_SECONDS = 120.0
+# No tokens and keys: a template has no business with them, whatever it found a way to.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "HOME", "LANG", "LC_ALL", "TZ", "SOURCE_DATE_EPOCH")
 _SLACK = 20  # wall time over processor time: a machine may be busy, or asleep
 
 
@@ -106,7 +108,7 @@ class Renderer:
                 [sys.executable, "-m", "jtrain.data.chat_worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**{name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}, "PYTHONPATH": path},
             )
             self._owner = os.getpid()  # a forked child must not speak into its parent's pipes
             assert self._process.stdin is not None

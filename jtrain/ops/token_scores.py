@@ -49,6 +49,7 @@ def token_scores(
     *,
     softcap: float | None = None,
     chunk_size: int | None = None,
+    figures: bool = True,
 ) -> TokenScores:
     """Scores of the targets under `softmax(hidden @ head)`.
 
@@ -58,6 +59,7 @@ def token_scores(
       targets: [B, L], already shifted: what hidden[t] must predict. -100 is left out.
       softcap: logits z become softcap * tanh(z / softcap) first.
       chunk_size: tokens of a row whose logits exist at a time.
+      figures: False: `logps` alone, the others are 0.
 
     Raises:
       ValueError: a soft cap that is not positive.
@@ -65,13 +67,14 @@ def token_scores(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap is {softcap}; write a positive number, or None")
     x_NBPCD, t_NBPC, chunks = cut(hidden, targets, head.shape[1], chunk_size)
-    scores = _chunked(_Options(softcap, chunks), x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
+    scores = _chunked(_Options(softcap, chunks, figures), x_NBPCD, pad_vocabulary(head, 1), t_NBPC)
     return TokenScores(*(joined(x, targets.shape[1]) for x in scores))
 
 
 class _Options(NamedTuple):
     softcap: float | None
     cut: Cut
+    figures: bool
 
 
 class _Chunk(NamedTuple):
@@ -111,11 +114,14 @@ def _chunk(options: _Options, x_BPCD: jax.Array, head_DV: jax.Array, t_BPC: jax.
 def _chunked(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, t_NBPC: jax.Array) -> TokenScores:
     def body(carry: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, TokenScores]:
         c = _chunk(options, at_use(xs[0]), head_DV, xs[1])
+        logps = jnp.where(c.live_BPC, c.target_z - c.log_z, 0.0)
+        if not options.figures:
+            return carry, TokenScores(logps, *[jnp.zeros_like(logps)] * 4)
         z = jnp.where(c.real_V, c.logits_BPCV, 0.0)
         sums = (jnp.sum(c.probs_BPCV * z, axis=-1), jnp.sum(z, axis=-1), jnp.sum(jnp.square(c.probs_BPCV), axis=-1))
         expected_z, sum_of_z, squares = sum_over(sums, manual_axes("vocab"))
         figures = TokenScores(
-            logps=c.target_z - c.log_z,
+            logps=logps,
             entropy=c.log_z - expected_z,
             mean_logits=sum_of_z / options.cut.vocab,
             correct=(c.target_z >= c.top_z).astype(z.dtype),

@@ -59,6 +59,7 @@ class Evaluator:
       loader: batches in order, the last one filled up with rows that count for nothing.
       batches: how many.
       compute_metrics: `sums -> metrics`, added to the figures (name -> (sum, count), `loss` among them).
+      prepare: `prepare(batch, params, variables) -> batch`, before the step (`Trainer.prepare`).
     """
 
     def __init__(
@@ -67,8 +68,11 @@ class Evaluator:
         loader: DataLoader,
         batches: int,
         compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
+        *,
+        prepare: Callable[[Any, Any, Any], Any] | None = None,
     ):
         self._step, self._loader, self._batches, self._compute = step, loader, batches, compute_metrics
+        self._prepare = prepare or (lambda batch, params, variables: batch)
 
     def __call__(self, params: Any, variables: Any) -> dict[str, float]:
         """`eval_loss`, `eval_<name>` for every metric of the loss that has a count, and the computed ones.
@@ -78,7 +82,8 @@ class Evaluator:
         sums: Sums = {}
         previous: Loss | None = None
         for index in range(self._batches):
-            current = self._step(params, variables, self._loader[index])
+            batch = self._prepare(self._loader[index], params, variables)
+            current = self._step(params, variables, batch)
             if previous is not None:  # read one batch late: the next one is already running
                 _add(sums, previous)
             previous = current

@@ -44,7 +44,7 @@ class Loop:
         """
         trainer, session, counters = self._trainer, self._session, self._trainer.counters
         with trainer.train_loader() as loader:
-            trainer.train_step.compile(trainer.state, loader[counters.batches])
+            trainer.train_step.compile(trainer.state, self._prepared(loader[counters.batches]))
             trainer.say(f"train_step compiled in {trainer.train_step.seconds:.1f} s")
             self._meter.restart()
             in_flight: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ class Loop:
                 trainer.callbacks("on_step_start", trainer, counters.step + running + 1)
                 batch = loader[counters.batches + running]
                 self._meter.waited(loader.last_wait_seconds)
-                trainer.state, metrics = trainer.train_step(trainer.state, batch)
+                trainer.state, metrics = trainer.train_step(trainer.state, self._prepared(batch))
                 if in_flight is not None:
                     self._retire(in_flight)
                 in_flight = metrics
@@ -66,6 +66,9 @@ class Loop:
                     in_flight = None
                     self._boundary(preempted)
                     self._meter.restart()
+
+    def _prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self._trainer.prepare(batch, self._trainer.state.params, self._trainer.state.variables)
 
     def _retire(self, metrics: dict[str, Any]) -> None:
         """Reads the figures of an update and takes note of them."""

@@ -225,10 +225,14 @@ def loss_multiplier(state: TrainState, batch: Batch, precision: Precision) -> An
     return state.loss_scale.scale / 2.0 ** math.ceil(math.log2(max(targets, 1)))
 
 
+_SEGMENTS = ("segment_ids", "chosen_segment_ids", "rejected_segment_ids")
+
+
 def count_tokens(batch: Batch) -> jax.Array:
     """Tokens of the batch without padding; its rows where it has no tokens."""
-    if "segment_ids" in batch:
-        return (batch["segment_ids"] > 0).sum(dtype=jnp.int32)
+    segments = [x for name, x in batch.items() if name in _SEGMENTS]
+    if segments:
+        return jnp.stack([(x > 0).sum(dtype=jnp.int32) for x in segments]).sum()
     if "attention_mask" in batch:
         return (batch["attention_mask"] > 0).sum(dtype=jnp.int32)
     return jnp.int32(math.prod(next(iter(batch.values())).shape[:2]))

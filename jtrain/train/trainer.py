@@ -118,7 +118,8 @@ class Trainer:
         self.config, self.mesh, self.plan = config, mesh, self.program.plan
         self.callbacks = CallbackList([*early_stopping(config), *callbacks])
         self.counters = Counters()
-        self.train_step = CompiledStep(self.program.train_step, "train_step")
+        several = bool(getattr(self.train_rows, "buckets", ()))  # one program a length of the batches
+        self.train_step = CompiledStep(self.program.train_step, "train_step", once=not several)
         self._eval_step = CompiledStep(self.program.eval_step, "eval_step", once=False)
         self._compute_metrics, self._predict_fn = compute_metrics, predict_fn
         self._source = source
@@ -216,6 +217,14 @@ class Trainer:
             raise ConfigError("predict needs predict_fn", "pass predict_fn(model, batch) -> arrays [b, ...]")
         rows, variables = self.rows_of(data), self.state.variables
         return predict(self.program, self._evaluated_params(), variables, self._predict_fn, rows)
+
+    def prepare(self, batch: dict[str, jax.Array], params: Any, variables: Any) -> dict[str, jax.Array]:
+        """What a step gets of a batch [A, b, ...] on the devices; `params` and `variables` are those it will run with.
+
+        A task overrides it to add arrays that are functions of the whole batch, or of another model: the
+        log-probabilities of a reference. They are computed before the step, by a program of their own.
+        """
+        return batch
 
     def rows_of(self, data: Any) -> Rows:
         """Data for evaluation or prediction as rows, in order. A task that reads other forms of data overrides it."""
@@ -352,4 +361,6 @@ class Trainer:
         loader = DataLoader(filled, global_batch_size=filled.size, sharding=self.program.batch_sharding, prefetch=1)
         batches = -(-len(rows) // size)
         limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
-        return Evaluator(self._eval_step, loader, min(batches, limit or batches), self._compute_metrics)
+        return Evaluator(
+            self._eval_step, loader, min(batches, limit or batches), self._compute_metrics, prepare=self.prepare
+        )

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jtrain.checkpoint.hf import placement
 from jtrain.checkpoint.hf.companions import Companions
-from jtrain.checkpoint.hf.gather import part_of, tensor_of
+from jtrain.checkpoint.hf.gather import _slicer, part_of, tensor_of
 from jtrain.checkpoint.hf.weights import Entry, Match
 from jtrain.checkpoint.hf.writer import Planned, plan_shards, write
 from jtrain.models.families.keys import Slot, linear, same
@@ -90,6 +90,13 @@ def test_every_shard_gets_its_part_and_gives_it_back_bit_for_bit(tensors, spec):
     for name, one in pairs_of():
         variables = {"bias": loaded["bias"]}
         assert bits(tensor_of(one, loaded, variables, "float32")) == bits(tensors[name]), name
+
+
+@pytest.mark.parametrize("spec", ["columns", "two axes"])
+def test_among_several_processes_every_device_gets_the_whole_layer(tensors, spec):
+    stack = placed(tensors, spec)["stack"]
+    layer = _slicer(stack.sharding, stack.shape, 1, "float32", True)(stack, np.int32(2))
+    assert layer.is_fully_replicated and bits(layer) == bits(tensors["layer.2"].T)
 
 
 def test_numbers_are_rounded_to_the_nearest_on_the_way_in_and_out(tensors):

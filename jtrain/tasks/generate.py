@@ -23,7 +23,7 @@ from jtrain.models.decoding import generate as decode
 from jtrain.models.decoding import resume as decode_on
 from jtrain.parallel.sharding import Rules
 from jtrain.parallel.xla import compiler_options
-from jtrain.tasks.generation_request import GenerateOptions, as_prompts, check_prompts, prompt_ids
+from jtrain.tasks.generation_request import GenerateOptions, as_prompts, check_prompts, prompt_ids, rounded_length
 from jtrain.tasks.generation_text import RowText
 from jtrain.tasks.layer_views import layer_views
 from jtrain.tasks.loaded import LoadedModel
@@ -192,7 +192,7 @@ class Generator:
         stream: Stream | None,
     ) -> list[Generation]:
         limit, longest = options.max_new_tokens, max(map(len, prompts))
-        shape = _Shape(rounded(longest), rounded(limit), self._length(longest + limit))
+        shape = _Shape(rounded_length(longest), rounded_length(limit), self._length(longest + limit))
         rows = -(-len(prompts) // self._ranks) * self._ranks
         ids = np.zeros((rows, shape.prompt), np.int32)
         start = np.full(rows, shape.prompt - 1, np.int32)  # rows that only fill the mesh hold one token
@@ -285,11 +285,6 @@ class Generator:
 
 
 _generators: weakref.WeakKeyDictionary[LoadedModel, Generator] = weakref.WeakKeyDictionary()
-
-
-def rounded(size: int) -> int:
-    """Tokens of a program that takes `size`: 16, 32, 64, 128 or 256, then multiples of 256."""
-    return next((step for step in (16, 32, 64, 128) if size <= step), -(-size // 256) * 256)
 
 
 __all__ = ["GenerateOptions", "Generation", "Generator", "generate"]

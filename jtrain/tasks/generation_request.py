@@ -76,6 +76,9 @@ class GenerateOptions:
         )
 
 
+_FORMS = "give a text, token ids, or messages with role and content"
+
+
 def as_prompts(prompts: Any) -> list[Any]:
     """A list of prompts, of one or of several.
 
@@ -84,7 +87,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    items = prompts.tolist() if isinstance(prompts, np.ndarray | jax.Array) else list(prompts)
+    items = [item.tolist() if isinstance(item, np.ndarray | jax.Array) else item for item in prompts]
     if items and all(isinstance(item, int | np.integer) for item in items):
         return [items]
     if items and all(isinstance(item, Mapping) for item in items):
@@ -99,25 +102,31 @@ def prompt_ids(tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
       ConfigError: a text or conversation, and no tokenizer.
       DataError: neither of them; no chat template.
     """
-    if not isinstance(prompt, str):
-        prompt = list(prompt)
-        if prompt and all(isinstance(token, int | np.integer) for token in prompt):
-            return [int(token) for token in prompt]
-    chat = not isinstance(prompt, str)
-    if chat and not (prompt and all(isinstance(message, Mapping) for message in prompt)):
-        raise DataError(
-            f"generate: a prompt is {prompt!r}", "give a text, token ids, or messages with role and content"
-        )
+    if not isinstance(prompt, str | Sequence):
+        raise DataError(f"generate: a prompt is {prompt!r}", _FORMS)
+    if isinstance(prompt, str):
+        return _text_ids(_needed(tokenizer, "text"), prompt)
+    if prompt and all(isinstance(token, int | np.integer) for token in prompt):
+        return [int(token) for token in prompt]
+    if not (prompt and all(isinstance(message, Mapping) for message in prompt)):
+        raise DataError(f"generate: a prompt is {prompt!r}", _FORMS)
+    from jtrain.data.chat import load_chat_template
+
+    tokenizer = _needed(tokenizer, "conversation")
+    return load_chat_template(tokenizer).encode(tokenizer, prompt, add_generation_prompt=True).ids
+
+
+def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
         raise ConfigError(
-            f"generate: a prompt is a {'conversation' if chat else 'text'}, and the model has no tokenizer",
+            f"generate: a prompt is a {what}, and the model has no tokenizer",
             "give token ids, or a tokenizer (jtrain generate: --tokenizer)",
         )
-    if chat:
-        from jtrain.data.chat import load_chat_template
+    return tokenizer
 
-        return load_chat_template(tokenizer).encode(tokenizer, prompt, add_generation_prompt=True, mask=False).ids
-    ids = tokenizer.encode(prompt)
+
+def _text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = tokenizer.encode(text)
     if ids:
         return ids
     known = (token for token in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if token is not None)
@@ -152,3 +161,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, decoder: De
                 if limit > new_tokens
                 else "shorten the prompt, and write a smaller max_new_tokens",
             )
+
+
+def rounded_length(size: int) -> int:
+    """Tokens of a program that takes `size`: 16, 32, 64, 128 or 256, then multiples of 256."""
+    return next((step for step in (16, 32, 64, 128) if size <= step), -(-size // 256) * 256)

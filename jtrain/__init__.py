@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jtrain.tasks.generate import Generation, generate
     from jtrain.tasks.loading import load_model
     from jtrain.tasks.pretrain import PretrainTrainer
+    from jtrain.tasks.sft import SFTTrainer
     from jtrain.train.callbacks import Callback
     from jtrain.train.history import History
     from jtrain.train.loss import Loss, row_keys
@@ -40,6 +41,7 @@ _WHERE = {
     "JtrainError": "errors",
     "Loss": "train.loss",
     "PretrainTrainer": "tasks.pretrain",
+    "SFTTrainer": "tasks.sft",
     "TrainState": "train.state",
     "Trainer": "train.trainer",
     "export": "tasks.exporting",
@@ -65,6 +67,7 @@ __all__ = [
     "JtrainError",
     "Loss",
     "PretrainTrainer",
+    "SFTTrainer",
     "TrainState",
     "Trainer",
     "export",

@@ -28,6 +28,14 @@ def parse_config(args: Sequence[str], usage: str, *, optional: bool, defaults: d
     Raises:
       ConfigError: CONFIG is missing, or see `load_config`.
     """
+    given, weaker, _ = settings(args, usage, optional=optional, defaults=defaults)
+    return flags.parse(given, weaker) if given else load.build(weaker)
+
+
+def settings(
+    args: Sequence[str], usage: str, *, optional: bool, defaults: dict[str, Any] | None = None
+) -> tuple[list[flags.Flag], layers.Layer, str | None]:
+    """The flags, the layer of everything weaker, and CONFIG if it is given; the arguments are `parse_config`'s."""
     positional, given = flags.split(args)
     if len(positional) > 1:
         raise ConfigError(f"{positional[1]!r} is one argument too many", f"usage: {usage}")
@@ -35,10 +43,9 @@ def parse_config(args: Sequence[str], usage: str, *, optional: bool, defaults: d
         from jtrain.config.paths import recipes
 
         raise ConfigError("CONFIG is missing", f"usage: {usage}\n  Recipes: {', '.join(recipes())}.")
-    source = load.from_source(positional[0] if positional else None)
-    weaker = source.over(layers.from_mapping(defaults or {}, str))
-    weaker = load.from_environment(os.environ).over(weaker)
-    return flags.parse(given, weaker) if given else load.build(weaker)
+    file = positional[0] if positional else None
+    weaker = load.from_source(file).over(layers.from_mapping(defaults or {}, str))
+    return given, load.from_environment(os.environ).over(weaker), file
 
 
 def start_devices(accelerator: str | None = None) -> None:
@@ -52,8 +59,16 @@ def start_devices(accelerator: str | None = None) -> None:
     processes.start(load.load_config({"accelerator": accelerator} if accelerator else None))
 
 
-def print_help(args: Sequence[str], usage: str) -> None:
-    """Prints the help page of a verb that takes a config: all fields by section, with CONFIG's values if given."""
+def print_help(args: Sequence[str], usage: str, task: str = "pretrain") -> None:
+    """Prints the help page of a verb that takes a config: all fields by section, with the values they have.
+
+    Those are CONFIG's if it is given, else the defaults of the task.
+    """
     positional, _ = flags.split([arg for arg in args if arg not in ("--help", "-h")])
-    default = load.build(load.from_source(positional[0])) if positional else Config()
+    source = load.from_source(positional[0] if positional else None)
+    default = load.build(source.over(layers.from_mapping({"task": task}, str))) if source.values else _plain(task)
     flags.print_help(usage.partition(" [--flags]")[0], default)
+
+
+def _plain(task: str) -> Config:
+    return Config() if task == "pretrain" else load.load_config({"task": task}, env={})

@@ -75,6 +75,12 @@ def _text(found: dict[str, Any]) -> str:
             f"{split:<10} {sizes['rows']:,} rows of {sizes['max_length']} · {sizes['tokens']:,} tokens · "
             f"{sizes['documents']:,} documents · {sizes['fill']:.2%} full"
         )
+        for source in sizes["sources"]:
+            if "form" in source:
+                lines.append(
+                    f"{'':<10} {source['examples']:,} examples: {source['form']} · {source['left_out']:,} without a "
+                    f"token to learn left out · {source['cut']:,} longer than a row"
+                )
     for row in found.get("examples", ()):
         lines.append("")
         lines.append(

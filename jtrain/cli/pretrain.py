@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from jtrain.cli import args as arguments
-from jtrain.cli.train import start
-
-USAGE = "jtrain pretrain [CONFIG] [--flags]"
+from jtrain.cli import task_verb
 
 
 def run(args: list[str]) -> int:
     """Trains and returns the exit code."""
-    if arguments.wants_help(args):
-        arguments.print_help(args, USAGE)
-        return 0
-    return start(arguments.parse_config(args, USAGE, optional=True, defaults={"task": "pretrain"}))
+    return task_verb.run(args, "pretrain")

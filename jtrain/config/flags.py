@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_origin
 from jtrain.config import layers, names, rules
 from jtrain.config.layers import Layer
 from jtrain.config.schema import Config
+from jtrain.config.task_defaults import with_task_defaults
 from jtrain.config.validate import validate
 from jtrain.config.yaml_file import parse_scalar
 from jtrain.errors import ConfigError
@@ -150,7 +151,7 @@ def parse(flags: Iterable[Flag], weaker: Layer) -> Config:
       ConfigError: see `load_config`.
     """
     layer = to_layer(flags)
-    whole = layer.over(weaker)
+    whole = with_task_defaults(layer.over(weaker))
     rest = [path for path in whole.values if path not in layer.values]
     default = validate(Layer({path: whole.values[path] for path in rest}, {path: whole.origin[path] for path in rest}))
     import tyro

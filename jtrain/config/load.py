@@ -11,6 +11,7 @@ from typing import Any
 from jtrain.config import layers, names, paths, rules
 from jtrain.config.layers import Layer
 from jtrain.config.schema import Config
+from jtrain.config.task_defaults import with_task_defaults
 from jtrain.config.validate import validate
 from jtrain.config.yaml_file import read_yaml
 from jtrain.errors import ConfigError
@@ -99,4 +100,4 @@ def from_environment(env: Mapping[str, str] | None) -> Layer:
 
 def build(layer: Layer) -> Config:
     """The config of a layer: every field is checked by itself, then against the others."""
-    return rules.check(validate(layer))
+    return rules.check(validate(with_task_defaults(layer)))

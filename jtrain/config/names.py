@@ -101,7 +101,17 @@ def _schedule(value: Any) -> Any:
     return _SCHEDULES.get(value, value) if isinstance(value, str) else value
 
 
-_HF, _PEFT, _LIGHTNING, _SHORT = "Hugging Face", "PEFT", "Lightning", "short"
+_PACKINGS = {"bfd": "best_fit", "bfd_split": "best_fit_split", "wrapped": "concat"}
+
+
+def _packing(value: Any) -> Any:
+    """TRL's switch, or the name of one of its strategies; our own words stay."""
+    if isinstance(value, bool):
+        return "best_fit" if value else "none"
+    return _PACKINGS.get(value, value) if isinstance(value, str) else value
+
+
+_HF, _PEFT, _TRL, _LIGHTNING, _SHORT = "Hugging Face", "PEFT", "TRL", "Lightning", "short"
 ALIASES: dict[str, Alias] = {
     alias.name: alias
     for alias in (
@@ -143,13 +153,22 @@ ALIASES: dict[str, Alias] = {
         Alias("log_every_n_steps", "logging.log_every_n_steps", _LIGHTNING),
         Alias("init_from", "checkpoint.init_from", _SHORT),
         Alias("resume", "checkpoint.resume", _SHORT),
+        Alias("model_name_or_path", "model.path", _TRL),
+        Alias("packing", "data.packing", _TRL, _packing, "true is best_fit, false none; bfd, bfd_split, wrapped"),
+        Alias("truncation_mode", "data.truncation", _TRL),
+        Alias("dataset_text_field", "data.text_field", _TRL),
+        Alias("dataset_num_proc", "data.num_workers", _TRL),
+        Alias("chat_template_path", "data.chat_template", _TRL),
+        Alias("completion_only_loss", "sft.completion_only_loss", _TRL),
+        Alias("assistant_only_loss", "sft.assistant_only_loss", _TRL),
+        Alias("neftune_noise_alpha", "sft.neftune_noise_alpha", _HF),
         Alias("lr", "optimizer.learning_rate", _SHORT),
         Alias("preset", "model.preset", _SHORT),
     )
 }
 
 NOT_BUILT = {
-    "task": ("sft", "dpo", "reward", "grpo", "ppo", "distill"),
+    "task": ("dpo", "reward", "grpo", "ppo", "distill"),
     "strategy": ("auto",),
     "mesh": ("auto",),
 }

@@ -15,7 +15,15 @@ OUTPUTS = ("run_dir", "data.cache_dir", "compile_cache")
 """Fields that name what a run writes."""
 
 _WORDS = {"data.tokenizer": ("bytes",), "compile_cache": ("auto",)}
-_INPUTS = ("data.train", "data.eval", "data.tokenizer", "checkpoint.init_from", "model.path")
+_INPUTS = (
+    "data.train",
+    "data.eval",
+    "data.tokenizer",
+    "data.chat_template",
+    "checkpoint.init_from",
+    "model.path",
+    "model.lora.path",
+)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 
@@ -69,6 +77,8 @@ def map_paths(path: str, value: Any, change: Callable[[str], str]) -> Any:
         return value
     if "://" in value or (value.startswith("hf:") and path in ("data.train", "data.eval")):
         return value
+    if path == "data.chat_template" and not value.endswith(".jinja"):
+        return value  # a name
     changed = change(value)
     if path == "model.path" and is_hub_name(value) and not os.path.exists(changed):
         return value

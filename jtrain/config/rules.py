@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jtrain.config.names import nearest
 from jtrain.config.schema import DURATION, Config, Duration, LoraConfig, MeshConfig
+from jtrain.config.task_defaults import check_task
 from jtrain.errors import ConfigError
 
 AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
@@ -38,6 +39,7 @@ def check(config: Config) -> Config:
     Raises:
       ConfigError: fields that contradict each other, or a value that is not built yet.
     """
+    check_task(config)
     config = apply_strategy(_length(config))
     _mesh_numbers(config.mesh)
     _axes_exist(config)
@@ -356,9 +358,14 @@ def _context_kernel(config: Config) -> None:
 
 def _lora(config: Config) -> None:
     section, default = config.model.lora, LoraConfig()
+    if section.path is not None and config.model.path is None:
+        raise ConfigError(
+            f"model.lora.path: {section.path} without model.path: it is an adapter of another model's weights",
+            "Write model.path: with the folder of its base.",
+        )
     for field in LoraConfig.model_fields:
         value = getattr(section, field)
-        if not section.rank and value != getattr(default, field):
+        if not section.rank and section.path is None and value != getattr(default, field):
             frozen = " (a frozen model without adapters trains nothing)" if field == "base" else ""
             raise ConfigError(
                 f"model.lora.{field}: {value!r} with model.lora.rank: 0, which is no adapter{frozen}",

@@ -110,6 +110,9 @@ class LoraConfig(Section):
     base: Literal["auto", "keep", "bf16", "int8", "nf4"] = "auto"
     """How the frozen model is stored. auto: bf16 where the step computes in bf16, else keep; keep: in the parameters'
     type; int8, nf4: the projections in 8 and in 4.13 bits a weight (QLoRA, Dettmers et al. 2023), the rest as auto."""
+    path: str | None = None
+    """A PEFT adapter folder that a new run begins with, beside `model.path`: rank, alpha, rslora, dora and targets are
+    those that it has."""
 
 
 class ModelConfig(Section):
@@ -221,8 +224,15 @@ class DataConfig(Section):
     """Ends every document with the tokenizer's end-of-sequence token, and trains it."""
     prepend_bos: bool = False
     """Begins every document with the tokenizer's begin-of-sequence token."""
-    packing: Literal["best_fit", "concat", "none"] = "best_fit"
-    """best_fit: whole documents share rows; concat: one stream cut into rows; none: one document a row, padded."""
+    packing: Literal["best_fit", "best_fit_split", "concat", "none"] = "best_fit"
+    """best_fit: whole documents share rows (a longer one is cut into pieces; an example is truncated); best_fit_split:
+    examples that are too long are cut into pieces, too; concat: one stream cut into rows; none: one document a row."""
+    truncation: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which part stays of an example that is longer than max_length."""
+    chat_template: str | None = None
+    """Name of one of the tokenizer's chat templates, or the path of a .jinja file; by default the tokenizer's usual."""
+    buckets: tuple[Positive, ...] = ()
+    """Lengths that the batches of `packing: none` are padded to, each one program; by default 128, 256, 512, ..."""
     shuffle: bool = True
     """A new permutation of the rows in every epoch."""
     cache_dir: str | None = None
@@ -316,6 +326,15 @@ class DcnConfig(Section):
     """local_steps: momentum of the outer update (0.9 in the paper)."""
     outer_nesterov: bool = True
     """local_steps: Nesterov's momentum, as in the paper, or the plain one."""
+
+
+class SftConfig(Section):
+    completion_only_loss: Literal["auto"] | bool = "auto"
+    """Whether only completions are learned. auto: of records with prompt and completion, yes."""
+    assistant_only_loss: bool = False
+    """Whether of conversations only what the assistant writes is learned, the end of its turns included."""
+    neftune_noise_alpha: Annotated[float, Field(ge=0.0)] = 0.0
+    """Noise on the embeddings while training: alpha / sqrt(length x width) (NEFTune, Jain et al. 2023); 0: none."""
 
 
 class LossConfig(Section):
@@ -421,7 +440,7 @@ class FaultsConfig(Section):
 
 
 class Config(Section):
-    task: Literal["pretrain"] = "pretrain"
+    task: Literal["pretrain", "sft"] = "pretrain"
     """What is trained."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
@@ -469,6 +488,7 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     sharding: ShardingConfig = ShardingConfig()
     dcn: DcnConfig = DcnConfig()
+    sft: SftConfig = SftConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

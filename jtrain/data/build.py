@@ -1,4 +1,4 @@
-"""From the config's data section, or texts in memory, to the rows of training and evaluation."""
+"""From the config's data section, or texts or examples in memory, to the rows of training and evaluation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jtrain.data.cache import CacheOptions, Progress, open_plan, open_store
-from jtrain.data.packing import split_edges
+from jtrain.data.examples import example_options, example_store
+from jtrain.data.packing import split_documents, split_edges
 from jtrain.data.rows import EvalRows, PackedRows, TrainRows
+from jtrain.data.sft import buckets_of, describe_recipe, sft_recipe
 from jtrain.data.store import TokenStore
 from jtrain.data.texts import is_texts, text_store
 from jtrain.data.tokenise import Recipe
@@ -44,53 +46,80 @@ def build_data(
     if train is None and not data.train:
         raise ConfigError("data.train is empty", "Name a file, folder, glob or URL, e.g. --data.train corpus.txt.")
     names = data.train if train is None else ("train_dataset",)
-    stores = _open(config, tokenizer, data.train if train is None else train, "data.train", names[0], progress)
-    edges = [store.edges for store in stores]
+    sources = data.train if train is None else train
+    stores = _open(config, tokenizer, sources, "data.train", names[0], progress)
+    edges = [store.edges for store, _ in stores]
     held_out: EvalRows | None = None
+    buckets = _buckets(config)
     if hold_out and isinstance(data.eval, tuple):
         held_out = build_eval(config, tokenizer, data.eval, progress=progress)
     elif hold_out and isinstance(data.eval, float):
-        parts = [_split(config, name, store) for name, store in zip(names, stores, strict=True)]
+        parts = [_split(config, name, store) for name, (store, _) in zip(names, stores, strict=True)]
         edges = [first for first, _ in parts]
-        held_out = EvalRows(_packed(config, tokenizer, stores, [last for _, last in parts]))
-    sources = _packed(config, tokenizer, stores, edges)
-    return TrainRows(sources, seed=config.seed, weights=data.weights, shuffle=data.shuffle), held_out
+        held_out = EvalRows(_packed(config, tokenizer, stores, [last for _, last in parts]), buckets=buckets)
+    rows = _packed(config, tokenizer, stores, edges)
+    weights, shuffle = data.weights, data.shuffle
+    return TrainRows(rows, seed=config.seed, weights=weights, shuffle=shuffle, buckets=buckets), held_out
 
 
 def build_eval(config: Config, tokenizer: Tokenizer, data: Any, *, progress: bool = True) -> EvalRows:
-    """Rows for an evaluation: of texts in memory, or of paths.
+    """Rows for an evaluation: of texts or examples in memory, or of paths.
 
     Raises:
       DataError: data that can't be used; StorageError: a cache that can't be written.
     """
     stores = _open(config, tokenizer, data, "data.eval", "eval_dataset", progress)
-    return EvalRows(_packed(config, tokenizer, stores, [store.edges for store in stores]))
+    packed = _packed(config, tokenizer, stores, [store.edges for store, _ in stores])
+    return EvalRows(packed, buckets=_buckets(config))
 
 
-def _open(
-    config: Config, tokenizer: Tokenizer, data: Any, field: str, argument: str, progress: bool
-) -> list[TokenStore]:
-    """The tokens of texts in memory, or of every path."""
+Opened = tuple[TokenStore, str]
+"""The tokens of a source, and what it holds, in words."""
+
+
+def _open(config: Config, tokenizer: Tokenizer, data: Any, field: str, argument: str, progress: bool) -> list[Opened]:
+    """The tokens of records in memory, or of every path."""
     options = cache_options(config)
-    if is_texts(data):
-        return [text_store(data, tokenizer, options, name=argument)]
+    if config.task == "pretrain":
+        if is_texts(data):
+            return [(text_store(data, tokenizer, options, name=argument), "texts")]
+        with _progress_bar(progress) as report:
+            return [(open_store(path, tokenizer, options, field=field, progress=report), "texts") for path in data]
+    stores: list[Opened] = []
     with _progress_bar(progress) as report:
-        return [open_store(path, tokenizer, options, field=field, progress=report) for path in data]
+        for source in [data] if is_texts(data) else data:
+            name = f"{field}: {source}" if isinstance(source, str) else argument
+            recipe = sft_recipe(config, tokenizer, source, field, name)
+            mine = example_options(options, recipe)
+            if isinstance(source, str):
+                store = open_store(source, tokenizer, mine, field=field, progress=report)
+            else:
+                store = example_store(source, tokenizer, mine, name=argument)
+            stores.append((store, describe_recipe(recipe)))
+    return stores
 
 
 def _packed(
-    config: Config, tokenizer: Tokenizer, stores: Sequence[TokenStore], edges: Sequence[np.ndarray]
+    config: Config, tokenizer: Tokenizer, stores: Sequence[Opened], edges: Sequence[np.ndarray]
 ) -> list[PackedRows]:
     """The planned rows of a stretch of each store."""
     token_bytes = tokenizer.token_bytes()
-    plans = [
-        open_plan(store, part, config.max_length, config.data.packing)
-        for store, part in zip(stores, edges, strict=True)
-    ]
+    data, length = config.data, config.max_length
     return [
-        PackedRows(store, plan, token_bytes=token_bytes, pad_id=tokenizer.pad_id)
-        for store, plan in zip(stores, plans, strict=True)
+        PackedRows(
+            store,
+            open_plan(store, part, length, data.packing, data.truncation),
+            token_bytes=token_bytes,
+            pad_id=tokenizer.pad_id,
+            edges=part,
+            title=title,
+        )
+        for (store, title), part in zip(stores, edges, strict=True)
     ]
+
+
+def _buckets(config: Config) -> tuple[int, ...]:
+    return () if config.task == "pretrain" else buckets_of(config)
 
 
 def cache_options(config: Config) -> CacheOptions:
@@ -108,6 +137,13 @@ def cache_options(config: Config) -> CacheOptions:
 def _split(config: Config, path: str, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
     fraction = config.data.eval
     assert isinstance(fraction, float)
+    if store.targets is not None:
+        if len(store.edges) < 3:
+            raise ConfigError(
+                f"data.eval: {fraction} of {path}, which holds one example: nothing is left to train on or to evaluate",
+                "Name files.",
+            )
+        return split_documents(np.asarray(store.edges), fraction)
     tokens = int(store.edges[-1])
     # Two tokens make one target: less can't be trained on, or evaluated.
     if min(tokens * fraction, tokens * (1 - fraction)) < 2:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.rows import IGNORE, EvalRows, PackedRows, TrainRows
+from jtrain.data.sft import counts
 from jtrain.data.tokenizers import Tokenizer
 
 
@@ -18,11 +19,13 @@ def describe(train: TrainRows, evaluation: EvalRows | None, tokenizer: Tokenizer
     Keys: `train` and `eval` ({rows, tokens, documents, segments, max_length, fill: share of places that hold a token,
     sources: the same of each}); `eval` is None without evaluation data), `tokenizer` and `vocab_size`, and
     `examples`: the first `rows` rows of the training stream as {row, source, source_row, tokens, targets, bytes,
-    segments}, a segment being a list of spans {text, tokens, target}.
+    segments}, a segment being a list of spans {text, tokens, target}. Sources of examples have `form`, `examples`,
+    `left_out` and `cut` besides (see `jtrain.data.sft.counts`).
     """
     numbers = np.arange(rows)
     source, source_row = train.row_ids(numbers)
     batch = train.rows(numbers)
+    control = [rows.store.targets is not None for rows in train.sources]
     examples = []
     for n in range(rows):
         row = {name: values[n] for name, values in batch.items()}
@@ -34,7 +37,7 @@ def describe(train: TrainRows, evaluation: EvalRows | None, tokenizer: Tokenizer
                 "tokens": int((row["segment_ids"] > 0).sum()),
                 "targets": int((row["labels"] != IGNORE).sum()),
                 "bytes": int(row["bytes"]),
-                "segments": [list(spans) for spans in _segments(row, tokenizer)],
+                "segments": [list(spans) for spans in _segments(row, tokenizer, control[source[n]])],
             }
         )
     return {
@@ -47,7 +50,7 @@ def describe(train: TrainRows, evaluation: EvalRows | None, tokenizer: Tokenizer
 
 
 def _sizes(sources: Sequence[PackedRows]) -> dict[str, Any]:
-    each = [
+    each: list[dict[str, Any]] = [
         {
             "rows": len(source),
             "tokens": source.plan.tokens,
@@ -55,6 +58,7 @@ def _sizes(sources: Sequence[PackedRows]) -> dict[str, Any]:
             "segments": len(source.plan.starts),
             "max_length": source.plan.max_length,
             "fill": source.plan.fill,
+            **({} if source.store.targets is None else counts(source) | {"form": source.title}),
         }
         for source in sources
     ]
@@ -72,14 +76,15 @@ def _documents(source: PackedRows) -> int:
     return int(after - np.searchsorted(edges, starts.min(), side="right") + 1)
 
 
-def _segments(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[Iterator[dict[str, Any]]]:
+def _segments(row: dict[str, np.ndarray], tokenizer: Tokenizer, control: bool) -> Iterator[Iterator[dict[str, Any]]]:
     for segment in range(1, int(row["segment_ids"].max()) + 1):
         places = np.flatnonzero(row["segment_ids"] == segment)
-        yield _spans(row["input_ids"][places], row["labels"][places] != IGNORE, tokenizer)
+        yield _spans(row["input_ids"][places], row["labels"][places] != IGNORE, tokenizer, control)
 
 
-def _spans(ids: np.ndarray, target: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Runs of tokens that are all targets, or all not."""
+def _spans(ids: np.ndarray, target: np.ndarray, tokenizer: Tokenizer, control: bool) -> Iterator[dict[str, Any]]:
+    """Runs of tokens that are all targets, or all not; control tokens are shown where a template put them."""
     cuts = [0, *(np.flatnonzero(np.diff(target)) + 1).tolist(), len(ids)]
     for begin, end in itertools.pairwise(cuts):
-        yield {"text": tokenizer.decode(ids[begin:end].tolist()), "tokens": end - begin, "target": bool(target[begin])}
+        text = tokenizer.decode(ids[begin:end].tolist(), skip_special=not control)
+        yield {"text": text, "tokens": end - begin, "target": bool(target[begin])}

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
+
+TRAINERS = {"pretrain": "pretrain:PretrainTrainer", "sft": "sft:SFTTrainer"}
+"""Task -> `module:class` of its trainer."""
+
+
+def trainer_of(task: str) -> Any:
+    """The trainer's class of a task."""
+    module, _, name = TRAINERS[task].partition(":")
+    return getattr(importlib.import_module(f"jtrain.tasks.{module}"), name)
 
 
 def run(config: Config) -> int:
@@ -19,7 +29,6 @@ def run(config: Config) -> int:
     """
     from jtrain.errors import Preempted
     from jtrain.parallel import processes
-    from jtrain.tasks.pretrain import PretrainTrainer
     from jtrain.train.preemption import leaves_at_once
     from jtrain.train.session import check_run_dir
 
@@ -27,7 +36,7 @@ def run(config: Config) -> int:
         with leaves_at_once():
             processes.start(config)
             check_run_dir(config)  # now, not when the data has been tokenised
-            trainer = PretrainTrainer(config)
+            trainer = trainer_of(config.task)(config)
         trainer.fit()
     except Preempted:
         processes.shutdown()  # all of them are here

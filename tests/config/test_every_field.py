@@ -78,6 +78,11 @@ CHANGED = {
     "data.text_field": "body",
     "data.append_eos": False,
     "data.prepend_bos": True,
+    "data.chat_template": "/chat.jinja",
+    "data.buckets": (64,),
+    "sft.completion_only_loss": False,
+    "sft.assistant_only_loss": True,
+    "sft.neftune_noise_alpha": 5.0,
     "data.shuffle": False,
     "data.cache_dir": "/cache",
     "data.max_bad_records": 5,
@@ -139,7 +144,11 @@ CHANGED = {
     "faults.max_consecutive_skips": 3,
 }
 
+SFT = {"task": "sft"}
 TOGETHER = {
+    **dict.fromkeys(("data.packing", "data.truncation", "data.chat_template"), SFT),
+    **dict.fromkeys(("sft.completion_only_loss", "sft.assistant_only_loss", "sft.neftune_noise_alpha"), SFT),
+    "data.buckets": {**SFT, "data.packing": "none"},
     **{f"model.lora.{name}": {"model.lora.rank": 4} for name in LoraConfig.model_fields if name != "rank"},
     "distributed.process_id": {"distributed.num_processes": 2},
     "dcn.compression": {"mesh.slices": 2},

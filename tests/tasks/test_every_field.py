@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain import PretrainTrainer
 from jtrain.config.names import choices, fields
 from jtrain.config.schema import LoraConfig
+from jtrain.tasks import trainer_of
 
 ROOT = Path(__file__).parents[2]
 BPE = str(ROOT / "configs" / "assets" / "jargon-bpe-1024.json")
@@ -108,6 +108,7 @@ COMPUTED = {
     "dcn.outer_learning_rate": 1.0,
     "dcn.outer_momentum": 0.5,
     "dcn.outer_nesterov": False,
+    "sft.neftune_noise_alpha": 5.0,
     "loss.label_smoothing": 0.1,
     "loss.z_loss": 1e-4,
     "loss.chunk_size": 4,
@@ -143,6 +144,7 @@ ADAPTERS = {"model.lora.rank": 4}
 OF_ADAPTERS = tuple(f"model.lora.{name}" for name in LoraConfig.model_fields if name != "rank")
 
 BESIDE = {
+    **{name: {"task": "sft"} for name in ("data.packing", "data.truncation", "sft.neftune_noise_alpha")},
     "precision": {"fp8": "emulate"},
     **dict.fromkeys(OF_ADAPTERS, ADAPTERS),
     **dict.fromkeys(OF_EXPERTS, EXPERTS),
@@ -173,7 +175,9 @@ BESIDE = {
 """What else is set to make the value legal, or to make it count."""
 
 _CONDITIONAL = ("schedule.decay_steps", *OF_EXPERTS, *OF_ADAPTERS)
-COMPARED = {name: BESIDE[name] for name in BESIDE if name in _CONDITIONAL or name.startswith(("dcn.", "pipeline."))}
+COMPARED = {
+    name: BESIDE[name] for name in BESIDE if name in _CONDITIONAL or name.startswith(("dcn.", "pipeline.", "sft."))
+}
 """Fields that count beside another choice only: what the value is compared with."""
 
 COMPUTED_CHOICES = {
@@ -185,7 +189,8 @@ COMPUTED_CHOICES = {
     "model.activation": 3,
     "model.scoring_func": 2,
     "model.lora.base": 4,  # auto is keep in float32
-    "data.packing": 3,
+    "data.packing": 4,
+    "data.truncation": 2,
     "context.method": 2,  # auto is ulysses here
     "context.layout": 2,
     "pipeline.residuals": 2,
@@ -214,6 +219,10 @@ SEEN = {
     "model.max_position_embeddings": "tests/tasks/test_pretrain.py::"
     "test_a_shape_that_does_not_fit_is_refused_with_what_to_change",
     "data.train": "tests/tasks/test_pretrain.py::test_texts_in_memory_and_in_a_file_give_the_same_rows",
+    "data.chat_template": "tests/data/test_sft.py::test_the_chat_template_is_part_of_the_cache",
+    "data.buckets": "tests/data/test_sft.py::test_a_batch_is_cut_to_the_first_bucket_that_holds_it",
+    "sft.completion_only_loss": "tests/data/test_sft.py::test_what_is_learned_follows_the_form_and_the_section",
+    "sft.assistant_only_loss": "tests/data/test_sft.py::test_what_is_learned_follows_the_form_and_the_section",
     "data.weights": "tests/data/test_build.py::test_weights_and_order_come_from_the_config",
     "data.cache_dir": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
     "data.on_bad_record": "tests/tasks/test_pretrain.py::test_records_without_text_may_be_left_out",
@@ -256,7 +265,7 @@ class Run:
 
     def __init__(self, folder, changes):
         given = {name: value for name, value in (BASE | changes).items() if value is not None}
-        self.trainer = PretrainTrainer({**given, "run_dir": str(folder)}, train_dataset=TEXTS)
+        self.trainer = trainer_of(given.get("task", "pretrain"))({**given, "run_dir": str(folder)}, train_dataset=TEXTS)
         self.program = self.trainer.program
         self.wide = jax.config.jax_enable_x64
         jax.config.update("jax_enable_x64", False)  # 64-true sets it for the whole process

@@ -15,7 +15,8 @@ from jtrain import PretrainTrainer
 from jtrain.errors import ConfigError, DataError, Exit
 from jtrain.models.config import DecoderConfig
 from jtrain.models.decoder import Decoder
-from jtrain.tasks.pretrain import _token_losses, next_token, pretrain_loss
+from jtrain.tasks.language_loss import next_token, token_logprobs
+from jtrain.tasks.pretrain import pretrain_loss
 
 BPE = Path(__file__).parents[2] / "configs" / "assets" / "jargon-bpe-1024.json"
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "seven", "wizards", "brew", "potions")
@@ -226,7 +227,7 @@ def test_loss_and_log_probabilities_are_of_logits_with_their_soft_cap():
     def figures():
         with nnx.use_eager_sharding(False):
             model = Decoder(shape, nnx.Rngs(0))
-        return model(ids), pretrain_loss()(model, batch, None), _token_losses(model, batch)["logprobs"]
+        return model(ids), pretrain_loss()(model, batch, None), token_logprobs(model, batch)["logprobs"]
 
     logits, loss, logprobs = jax.jit(figures, compiler_options={"xla_backend_optimization_level": 0})()
     logits = np.asarray(logits, np.float64)[0, :-1]

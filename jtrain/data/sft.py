@@ -1,0 +1,124 @@
+"""How SFT reads a source: the form of its records, its chat template, and which tokens are targets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jtrain.data.chat import load_chat_template
+from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, TEXT, form_of, needs_template, no_form
+from jtrain.data.examples import first_record
+from jtrain.data.rows import PackedRows
+from jtrain.data.tokenise import ExampleRecipe
+from jtrain.data.tokenizers import Tokenizer
+from jtrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from jtrain.config.schema import Config
+
+SHORTEST_BUCKET = 128
+"""A tile of the attention kernels; shorter rows would gain little."""
+
+
+def sft_recipe(config: Config, tokenizer: Tokenizer, source: Any, field: str, name: str) -> ExampleRecipe:
+    """The recipe of one source, by its first record.
+
+    Args:
+      config: of the run.
+      tokenizer: of the model.
+      source: a path, or records in memory.
+      field, name: the config's field, and the source in messages.
+
+    Raises:
+      DataError: no record, fields that fit no form, or no chat template for messages.
+      ConfigError: `completion_only_loss` or `assistant_only_loss` for records that have no such part.
+    """
+    data, section = config.data, config.sft
+    record = first_record(source, data.text_field, field=field)
+    if record is None:
+        raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+    form = form_of(record, data.text_field)
+    if form is None:
+        raise no_form(name, record, data.text_field)
+    messages = needs_template(record, form)
+    if section.completion_only_loss is True and form != PROMPT_COMPLETION:
+        remedy = "sft.assistant_only_loss: true learns the assistant's turns alone; or write" if messages else "Write"
+        raise ConfigError(
+            f"sft.completion_only_loss: true, and the records of {name} hold {form}, not prompt and completion",
+            f"{remedy} sft.completion_only_loss: auto.",
+        )
+    if section.assistant_only_loss and not messages:
+        raise ConfigError(
+            f"sft.assistant_only_loss: true, and the records of {name} hold {form}"
+            + (" as texts" if form == PROMPT_COMPLETION else "")
+            + ": no message of an assistant",
+            "Give messages, or write sft.assistant_only_loss: false.",
+        )
+    template = None
+    if messages:
+        template = load_chat_template(tokenizer, data.chat_template, tools=record.get("tools") is not None)
+    return ExampleRecipe(
+        "sft",
+        {
+            "form": form,
+            "text_field": data.text_field,
+            "append_eos": data.append_eos,
+            "prepend_bos": data.prepend_bos,
+            "completion_only": section.completion_only_loss is not False,
+            "assistant_only": section.assistant_only_loss,
+            "template": None if template is None else template.source,
+            "special_tokens": {} if template is None else template.special_tokens,
+        },
+        title="the chat template" if template is None else template.name,
+    )
+
+
+def describe_recipe(recipe: ExampleRecipe) -> str:
+    """The form that was found and what is learned of it, for the log."""
+    form, options = recipe.options["form"], recipe.options
+    learned = "all tokens are learned"
+    if form == PROMPT_COMPLETION and options["completion_only"]:
+        learned = "completions are learned"
+    if options["assistant_only"]:
+        learned = "the assistant's turns are learned"
+    return {TEXT: "texts", MESSAGES: "messages"}.get(form, form) + f"; {learned}"
+
+
+def counts(rows: PackedRows) -> dict[str, int]:
+    """Of the examples of a source: `examples` in all, `left_out` (no token to learn), `cut` (longer than a row)."""
+    edges, plan = np.asarray(rows.edges), rows.plan
+    kept = len(np.unique(np.searchsorted(edges, plan.starts, side="right")))
+    lengths = np.diff(edges)
+    return {
+        "examples": len(lengths),
+        "left_out": len(lengths) - kept,
+        "cut": int((lengths > plan.max_length).sum()),
+    }
+
+
+def buckets_of(config: Config) -> tuple[int, ...]:
+    """The lengths that batches are padded to, rising to `max_length`; empty where rows are packed.
+
+    Raises:
+      ConfigError: a bucket that the devices of `mesh.context` can't share.
+    """
+    data, length, context = config.data, config.max_length, config.mesh.context
+    if data.packing != "none":
+        return ()
+    unit = 2 * context if context > 0 else length
+    if data.buckets:
+        for bucket in data.buckets:
+            if context != 1 and bucket % unit:
+                raise ConfigError(
+                    f"data.buckets: {bucket} is no multiple of 2 x {context} mesh.context",
+                    f"Write multiples of {unit}.",
+                )
+        return tuple(sorted({*data.buckets, length}))
+    found = {length}
+    bucket = SHORTEST_BUCKET
+    while bucket < length:
+        if context == 1 or bucket % unit == 0:
+            found.add(bucket)
+        bucket *= 2
+    return tuple(sorted(found))

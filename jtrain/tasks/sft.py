@@ -1,0 +1,60 @@
+"""Supervised fine-tuning: the tokens of answers, given what stands before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jtrain.config.schema import Config
+from jtrain.data.rows import EvalRows, TrainRows
+from jtrain.data.sft import counts
+from jtrain.tasks.language import LanguageTrainer
+from jtrain.tasks.language_loss import next_token_loss
+from jtrain.train.loss import LossFn
+
+
+class SFTTrainer(LanguageTrainer):
+    """Fine-tunes a decoder on examples.
+
+    Records are conversations (`messages`), prompts with completions, or texts; the form is found by their fields (see
+    `jtrain/data/conversations.py`). The other arguments are `LanguageTrainer`'s; without a config the defaults are
+    TRL's (`jtrain/config/task_defaults.py`).
+
+    Logged beside the figures of every run, with TRL's names: `entropy`, `mean_token_accuracy` (means over the learned
+    tokens), `num_tokens` (all so far, without padding), and `packing_efficiency`.
+    """
+
+    task = "sft"
+
+    def make_loss(self, config: Config) -> LossFn:
+        loss = config.loss
+        return next_token_loss(
+            loss.label_smoothing,
+            loss.z_loss,
+            loss.chunk_size,
+            entropy=True,
+            packing_efficiency=True,
+            noise_alpha=config.sft.neftune_noise_alpha,
+        )
+
+    def summary(self) -> list[str]:
+        return [*super().summary(), *(f"{name}: {line}" for name, line in self._examples())]
+
+    def log(self, split: str, record: dict[str, Any]) -> None:
+        more = {"num_tokens": self.counters.tokens} if split == "train" else {}
+        super().log(split, record | more)
+
+    def _examples(self) -> list[tuple[str, str]]:
+        """What every source holds, in words."""
+        lines = []
+        for split, rows in (("train", self.train_rows), ("eval", self.eval_rows)):
+            if not isinstance(rows, TrainRows | EvalRows):
+                continue
+            for source in rows.sources:
+                number = counts(source)
+                text = f"{number['examples']:,} examples ({source.title}) in {len(source):,} rows"
+                if number["left_out"]:
+                    text += f", {number['left_out']:,} without a token to learn left out"
+                if number["cut"]:
+                    text += f", {number['cut']:,} longer than max_length"
+                lines.append((split, text))
+        return lines

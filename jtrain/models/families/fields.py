@@ -81,6 +81,7 @@ class Fields:
             key
             for key, value in self.hf.items()
             if key not in self.seen and key not in HARMLESS and not key.startswith("_") and value is not None
+            if not (value is False and key.endswith("_bias"))
         )
         if unknown:
             log.warning(

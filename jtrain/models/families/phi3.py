@@ -34,11 +34,13 @@ class Phi3(Llama):
 
     def read_positions(self, fields: Fields) -> dict[str, Any]:
         fields.get("original_max_position_embeddings")
-        return read_rope(fields, aliases={"yarn": "longrope"})  # as transformers has it: early folders said so
+        return read_rope(
+            fields, partial="partial_rotary_factor", aliases={"yarn": "longrope"}
+        )  # as transformers has it: early folders said so
 
     def write_positions(self, config: DecoderConfig) -> dict[str, Any]:
         """transformers 4 wants three fields exactly: it has the factor from the two lengths."""
-        out = write_rope(config)
+        out = write_rope(config, partial="partial_rotary_factor")
         scaling = out["rope_scaling"]
         if scaling is None:
             return out

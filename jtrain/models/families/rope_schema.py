@@ -29,14 +29,14 @@ _NESTED = ("full_attention", "sliding_attention")
 
 
 def read_rope(
-    fields: Fields, *, theta: str = "rope_theta", partial: str = "partial_rotary_factor", aliases: dict | None = None
+    fields: Fields, *, theta: str = "rope_theta", partial: str | None = None, aliases: dict | None = None
 ) -> dict[str, Any]:
     """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of our config.
 
     Args:
       fields: the config.json.
       theta: transformers 4's key of the base.
-      partial: its key of the share of channels that turn.
+      partial: its key of the share of channels that turn; None: the family turns all of them.
       aliases: further names of types.
 
     Raises:
@@ -52,7 +52,12 @@ def read_rope(
             )
     parameters = dict(old or new or {})
     base = _agreed(fields, new or parameters, theta, "rope_theta")
-    share = _agreed(fields, new or parameters, partial, "partial_rotary_factor")
+    share = _agreed(fields, new or parameters, partial or "partial_rotary_factor", "partial_rotary_factor")
+    if partial is None and share not in (None, 1.0):
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {share}, and {fields.hf.get('model_type')} turns whole heads",
+            "Leave it out: transformers does not read it for this family.",
+        )
     return {
         "rope_theta": base,
         "rope_scaling": read_scaling(fields, parameters, aliases or {}),
@@ -117,10 +122,8 @@ def write_scaling(config: DecoderConfig) -> dict[str, Any] | None:
     return out
 
 
-def write_rope(
-    config: DecoderConfig, *, theta: str = "rope_theta", partial: str | None = "partial_rotary_factor"
-) -> dict[str, Any]:
-    """Both schemas. The arguments are those of `read_rope`; `partial` None: the family turns all channels."""
+def write_rope(config: DecoderConfig, *, theta: str = "rope_theta", partial: str | None = None) -> dict[str, Any]:
+    """Both schemas; the arguments are those of `read_rope`."""
     scaling = write_scaling(config)
     new = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
     out: dict[str, Any] = {theta: config.rope_theta, "rope_scaling": scaling, "rope_parameters": new}

@@ -52,13 +52,20 @@ class Table(Family):
 
     def decoder_config(self, hf: dict[str, Any]) -> DecoderConfig:
         fields = Fields(hf, self.defaults)
-        values = {ours: fields.get(key) for key, ours in self.names.items()}
+        values = {ours: _of_type(key, ours, fields.get(key)) for key, ours in self.names.items()}
         for key, allowed in self.only.items():
             fields.only(key, allowed)
-        values |= self.fixed | self.read_positions(fields) | self.read(fields)
+        try:
+            values |= self.fixed | self.read_positions(fields) | self.read(fields)
+            self._check_experts(values.get("num_experts", 0))
+            config = filled(DecoderConfig(**values))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"config.json of {self.model_type}: a value is of the wrong kind ({error})",
+                "Compare it with the file of the published model.",
+            ) from error
         fields.finish()
-        self._check_experts(values.get("num_experts", 0))
-        return filled(DecoderConfig(**values))
+        return config
 
     def hf_config(self, config: DecoderConfig) -> dict[str, Any]:
         self._check_experts(config.num_experts)
@@ -79,7 +86,7 @@ class Table(Family):
 
     def write_positions(self, config: DecoderConfig) -> dict[str, Any]:
         """The inverse of `read_positions`."""
-        return write_rope(config, partial=None)
+        return write_rope(config)
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """Further fields of ours."""
@@ -88,6 +95,18 @@ class Table(Family):
     def write(self, config: DecoderConfig) -> dict[str, Any]:
         """Further keys; the inverse of `read`."""
         return {}
+
+
+def _of_type(key: str, ours: str, value: Any) -> Any:
+    """The value of a key, if it is of the type of our field."""
+    wanted = str(DecoderConfig.__dataclass_fields__[ours].type)
+    kind = wanted.removesuffix(" | None")
+    fits: Any = {"int": int, "float": (int, float), "bool": bool}[kind]
+    if value is None and kind != wanted:
+        return None
+    if not isinstance(value, fits) or isinstance(value, bool) != (kind == "bool"):
+        raise ConfigError(f"config.json: {key} is {value!r}", f"Write a value of type {wanted}.")
+    return value
 
 
 def filled(config: DecoderConfig) -> DecoderConfig:
@@ -133,6 +152,15 @@ def layer_kinds(config: DecoderConfig) -> list[str]:
 def read_windows(fields: Fields, window: int | None, kinds: list[str]) -> dict[str, Any]:
     """`sliding_window` and `layer_types`: the file's own list of kinds, or `kinds` where it has none."""
     given = fields.get("layer_types") or kinds
+    if not set(given) <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"config.json: layer_types has {sorted(set(given))}", "jtrain does full_attention and sliding_attention."
+        )
     if "sliding_attention" not in given:
-        window = None
-    return {"sliding_window": window, "layer_types": None if window is None else tuple(given)}
+        return {"sliding_window": None, "layer_types": None}
+    if window is None:
+        raise ConfigError(
+            "config.json: layer_types has sliding_attention, and there is no window",
+            "Write sliding_window (and use_sliding_window: true, where the family has it).",
+        )
+    return {"sliding_window": window, "layer_types": tuple(given)}

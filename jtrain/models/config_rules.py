@@ -38,7 +38,7 @@ _OF_EXPERTS = (
     "expert_capacity_factor", "expert_kernel",
 )  # fmt: skip
 """Fields that count beside `num_experts` only."""
-_OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave")
 """Fields that count beside `kv_lora_rank` only."""
 
 
@@ -83,7 +83,7 @@ def _check_heads(c: DecoderConfig) -> None:
 
 def _check_latent(c: DecoderConfig) -> None:
     if not c.latent:
-        given = [name for name in _OF_LATENT if getattr(c, name) is not None]
+        given = [name for name in _OF_LATENT if getattr(c, name) not in (None, False)]
         if given:
             raise ConfigError(
                 f"model.{given[0]} is {getattr(c, given[0])}, and the model has no latent attention",

@@ -105,6 +105,8 @@ def _comparable(config: Config | Mapping[str, Any]) -> dict[str, Any]:
                 flat[prefix + name] = value
 
     walk(tree, "")
+    if flat.get("data.tokenizer") is None and flat.get("model.path") is None:
+        flat["data.tokenizer"] = "bytes"  # which is what it means, and what older versions wrote
     return {path: paths.map_paths(path, value, os.path.abspath) for path, value in flat.items()}
 
 

@@ -70,6 +70,12 @@ def test_nothing_differs_between_equal_configs_in_any_form(monkeypatch, tmp_path
     assert differences(config.model_dump(mode="json"), config) == ([], [])
 
 
+def test_no_tokenizer_and_bytes_are_one_without_a_model_on_disk():
+    assert names({}, {"data": {"tokenizer": "bytes"}}) == [[], []]
+    old, new = {"model": {"path": "/m"}}, {"model": {"path": "/m"}, "data": {"tokenizer": "bytes"}}
+    assert names(old, new) == [[], ["data.tokenizer"]]
+
+
 def test_a_config_of_an_older_version_gets_the_defaults_of_newer_fields():
     config = load_config({"max_steps": 10}, (), {})
     old = config.model_dump(mode="json")

@@ -62,7 +62,7 @@ def test_a_run_begins_with_the_weights_of_the_folder(folder, mesh, tmp_path):
     path, tensors = folder
     made = trainer(path, tmp_path / "run", **mesh)
     planned = made.plan.abstract.params
-    loaded = arrays.unflatten(planned, made.source.load(arrays.flatten(planned), {})[0])
+    loaded = arrays.unflatten(planned, made._source.load(arrays.flatten(planned), {})[0])
     params = jax.device_get(loaded)
     np.testing.assert_array_equal(params["embed_tokens"]["embedding"], tensors["model.embed_tokens.weight"])
     for n in range(2):

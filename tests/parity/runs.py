@@ -12,7 +12,8 @@ import numpy as np
 from jtrain import Callback, PretrainTrainer
 
 WORDS = """the quick brown fox jumps over a lazy dog while seven wizards brew strong potions at dawn""".split()  # noqa: SIM905
-STEPS = 12
+STEPS = 20
+"""Also of runs that stop earlier: their programs are then the same, and each is compiled once for all files."""
 
 
 def write_corpus(folder: Path) -> list[str]:

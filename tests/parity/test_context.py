@@ -47,8 +47,8 @@ def reference(corpus, tmp_path_factory):
 
 
 def run(corpus, folder, changes):
-    config = settings(corpus, folder / "run", max_steps=STEPS, checkpoint={"save_steps": 0}, **changes)
-    return train(config)[0].history.train
+    config = settings(corpus, folder / "run", checkpoint={"save_steps": 0}, **changes)
+    return train(config, stop_at=STEPS)[0].history.train
 
 
 def check(lines, expected):

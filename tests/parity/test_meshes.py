@@ -6,8 +6,6 @@ import pytest
 from jtrain import PretrainTrainer
 from tests.parity.runs import bits, settings, write_corpus
 
-STEPS = 20
-
 MESHES = {
     "fsdp8": {"devices": 8, "mesh": {"data": 1, "fsdp": 8}, "gradient_accumulation_steps": 1},
     "data2.fsdp2.tensor2": {"devices": 8, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
@@ -38,7 +36,7 @@ def reference(corpus, tmp_path_factory):
 
 
 def run(corpus, folder, **changes):
-    config = settings(corpus, folder / "run", max_steps=STEPS, checkpoint={"save_steps": 0}, **changes)
+    config = settings(corpus, folder / "run", checkpoint={"save_steps": 0}, **changes)
     trainer = PretrainTrainer(config)
     initial = bits(trainer.state.params)
     trainer.fit()

@@ -51,7 +51,11 @@ def test_what_a_device_holds_grows_with_its_tokens_alone():
     short, long = temporary(2**17, 8), temporary(2**18, 8)
     check(long)
     assert long[0] == pytest.approx(2 * short[0], rel=0.02)
-    assert temporary(2**17, 4)[0] == pytest.approx(long[0], rel=0.05)  # as many tokens a device, half the devices
+
+
+@pytest.mark.grid
+def test_half_the_row_on_half_the_devices_takes_as_much():
+    assert temporary(2**17, 4)[0] == pytest.approx(temporary(2**18, 8)[0], rel=0.05)
 
 
 @pytest.mark.grid

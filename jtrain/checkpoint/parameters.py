@@ -15,7 +15,9 @@ from jtrain.checkpoint.manifest import ArrayRecord, DamagedCheckpoint, Manifest,
 from jtrain.errors import CheckpointError
 
 
-def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str = "params", cast: bool = False) -> Any:
+def load_parameters(
+    path: epath.PathLike, abstract_params: Any, *, prefix: str = "params", cast: bool = False, partial: bool = False
+) -> Any:
     """Reads the parameters of a run (its newest intact step) or of one checkpoint.
 
     Args:
@@ -23,6 +25,7 @@ def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str =
       abstract_params: pytree of `jax.ShapeDtypeStruct` with the shardings that are wanted.
       prefix: where the parameters stand in the saved state.
       cast: read floating-point arrays in the type that they were saved in, and round them on the devices.
+      partial: whether the run may have parameters that are not asked for.
 
     Returns:
       The pytree with arrays. Optimizer state, step and counters are not read.
@@ -33,6 +36,8 @@ def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str =
     folder, manifest = _intact(run_path(path))
     wanted = {f"{prefix}/{name}": leaf for name, leaf in arrays.flatten(abstract_params).items()}
     saved = {name: record for name, record in manifest.arrays.items() if name.startswith(f"{prefix}/")}
+    if partial:
+        saved = {name: record for name, record in saved.items() if name in wanted}
     remedy = (
         "give the model the shape that it has there (config.yaml of that run), or write model.path: with its folder"
     )
@@ -45,6 +50,16 @@ def load_parameters(path: epath.PathLike, abstract_params: Any, *, prefix: str =
                 restored[name]
             )
     return arrays.unflatten(abstract_params, {name.removeprefix(f"{prefix}/"): x for name, x in restored.items()})
+
+
+def saved_parameters(path: epath.PathLike, *, prefix: str = "params") -> list[str]:
+    """Paths of the parameters of a run (its newest intact step) or of one checkpoint.
+
+    Raises:
+      CheckpointError: there is no intact checkpoint.
+    """
+    _, manifest = _intact(run_path(path))
+    return [name.removeprefix(f"{prefix}/") for name in manifest.arrays if name.startswith(f"{prefix}/")]
 
 
 def load_variables(path: epath.PathLike, fresh: Any, *, prefix: str = "variables") -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jtrain.cli import args as arguments
 from jtrain.cli.options import parse
+from jtrain.errors import ConfigError
 
-USAGE = "jtrain export RUN OUT [--dtype bfloat16] [--step N] [--max-shard-size 5GB] [--mesh fsdp=4]"
+USAGE = "jtrain export RUN OUT [--dtype bfloat16] [--step N] [--max-shard-size 5GB] [--mesh fsdp=4] [--lora merged]"
 HELP = f"""usage: {USAGE}
 
   RUN               a run directory, one of its checkpoints, what jtrain import made, or a Hugging Face folder
@@ -14,6 +17,7 @@ HELP = f"""usage: {USAGE}
   --step            a step of the run; by default its newest intact checkpoint
   --max-shard-size  size of a file of weights (5GB)
   --mesh            devices that hold the weights on their way; by default one
+  --lora            of a run with adapters; merged (by default): into the kernels; adapter: them alone, as a PEFT folder
 
 The folder is read again, and its logits on a fixed batch compared with those of the run, before it gets its name."""
 
@@ -23,14 +27,18 @@ def run(args: list[str]) -> int:
     if arguments.wants_help(args):
         print(HELP)
         return 0
-    kinds = {"dtype": str, "step": int, "max-shard-size": str, "mesh": str}
+    kinds = {"dtype": str, "step": int, "max-shard-size": str, "mesh": str, "lora": str}
     (source, out), options = parse(args, USAGE, ("RUN", "OUT"), kinds)
+    if options.get("lora", "merged") not in ("merged", "adapter"):
+        raise ConfigError(f"--lora {options['lora']}", "write --lora merged or --lora adapter")
     from pathlib import Path
 
     from jtrain.checkpoint.staging import check_target
 
     check_target(Path(out).expanduser())  # before anything heavy
     arguments.start_devices()
+    if options.get("lora") == "adapter":
+        return _adapter(source, out, options)
     from jtrain.tasks.exporting import SHARD_SIZE, export
     from jtrain.tasks.loading import load_opened
     from jtrain.tasks.opened import open_model
@@ -50,4 +58,15 @@ def run(args: list[str]) -> int:
     )
     for note in done.notes:
         print(f"note: {note}")
+    return 0
+
+
+def _adapter(source: str, out: str, options: dict[str, Any]) -> int:
+    given = [f"--{name}" for name in ("dtype", "max-shard-size", "mesh") if name in options]
+    if given:
+        raise ConfigError(f"{', '.join(given)} with --lora adapter", "an adapter is one small file in float32")
+    from jtrain.tasks.adapter_export import export_adapter
+
+    done = export_adapter(source, out, step=options.get("step"))
+    print(f"exported the adapters of {source} to {done.path}: {done.modules} modules, {done.size / 2**20:,.1f} MiB")
     return 0

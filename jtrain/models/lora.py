@@ -133,7 +133,7 @@ def add_lora(module: nnx.Module, lora: Lora, *, key: jax.Array) -> nnx.Module:
             variable.set_metadata(**COMPUTE_TYPE)
         elif lora.dtype is not None:
             variable.set_metadata(**OWN_TYPE)
-            variable[...] = variable[...].astype(lora.dtype)
+            variable.set_value(variable[...].astype(lora.dtype))
     if lora.dropout:
         module.adapter_dropout = lora.dropout  # type: ignore[attr-defined]  # `Decoder.hidden` makes keys for it
     return module

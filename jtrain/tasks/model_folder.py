@@ -22,6 +22,7 @@ from jtrain.checkpoint.hf.folder import CONFIG
 from jtrain.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from jtrain.errors import CheckpointError
 from jtrain.models.config import DecoderConfig
+from jtrain.models.lora import Lora
 from jtrain.models.rope_scaling import RopeScaling
 from jtrain.tasks.companion_files import has_tokenizer
 
@@ -38,12 +39,14 @@ class ModelFolder:
       companions: config.json and the small files.
       path: the folder, once it is written.
       bytes: whether the tokenizer is `bytes`, and the files only stand for it.
+      lora: the adapters that the checkpoints hold beside the decoder; None: there are none.
     """
 
     decoder: DecoderConfig
     companions: Companions
     path: str = ""
     bytes: bool = False
+    lora: Lora | None = None
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None where there is none."""
@@ -65,6 +68,8 @@ def write_model_folder(run: epath.Path, content: ModelFolder) -> None:
         write_atomic(folder / name, data)
     # Last: a folder with this file is whole.
     text = {"decoder": dataclasses.asdict(content.decoder), "tokenizer": "bytes" if content.bytes else "files"}
+    if content.lora is not None:
+        text["lora"] = dataclasses.asdict(content.lora)
     write_atomic(folder / FILE, (json.dumps(text, indent=2) + "\n").encode())
 
 
@@ -88,7 +93,9 @@ def read_model_folder(run: epath.Path) -> ModelFolder:
         names += [f"{EXTRA_TEMPLATES}/{path.name}" for path in extra.iterdir()] if extra.exists() else []
         files = {name: (folder / name).read_bytes() for name in sorted(names)}
         config = json.loads(files.pop(CONFIG, b"{}"))
-        return ModelFolder(decoder, Companions(config, files), str(folder), text["tokenizer"] == "bytes")
+        return ModelFolder(
+            decoder, Companions(config, files), str(folder), text["tokenizer"] == "bytes", _lora(text.get("lora"))
+        )
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder / FILE} is missing: {run} is no run of a decoder, or of an older version",
@@ -96,6 +103,10 @@ def read_model_folder(run: epath.Path) -> ModelFolder:
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / FILE} is damaged: {error}", "bring it back from a copy") from error
+
+
+def _lora(fields: Mapping[str, Any] | None) -> Lora | None:
+    return None if fields is None else Lora(**{**fields, "targets": tuple(fields["targets"])})
 
 
 def _decoder(fields: Mapping[str, Any]) -> DecoderConfig:

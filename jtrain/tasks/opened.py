@@ -23,6 +23,7 @@ from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import family
 from jtrain.models.families.translation import SIZES
+from jtrain.tasks.adapters import load_merged
 from jtrain.tasks.companion_files import has_tokenizer, plain
 from jtrain.tasks.model_folder import has_model_folder, read_model_folder
 
@@ -106,7 +107,7 @@ class HfModel:
 
 
 class RunModel:
-    """A run's newest intact checkpoint, or that of a step.
+    """A run's newest intact checkpoint, or that of a step. Of a run with adapters: the model with them merged.
 
     Args:
       path: RUN, or RUN/checkpoints/<step>.
@@ -128,6 +129,7 @@ class RunModel:
         self.path = os.fspath(path)
         self._content = read_model_folder(run)
         self.decoder, self.companions = plain(self._content.decoder), self._content.companions
+        self.lora = self._content.lora
 
     @property
     def dtype(self) -> str:
@@ -141,6 +143,8 @@ class RunModel:
         return True
 
     def load(self, params: Leaves, variables: Leaves) -> tuple[Leaves, Leaves]:
+        if self.lora is not None:
+            return load_merged(self.path, self.decoder, self.lora, params), load_variables(self.path, variables)
         return load_parameters(self.path, params, cast=True), load_variables(self.path, variables)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from jtrain.checkpoint import layout
 from jtrain.checkpoint.hf.companions import Companions
-from jtrain.config.schema import Config, ModelConfig
+from jtrain.config.schema import Config, LoraConfig, ModelConfig
 from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.presets import PRESETS
-from jtrain.tasks.companion_files import config_json, with_tokenizer
+from jtrain.tasks.adapter_export import read_adapter
+from jtrain.tasks.adapters import lora_of
+from jtrain.tasks.companion_files import config_json, family_for, with_tokenizer
 from jtrain.tasks.decoder import decoder_config
 from jtrain.tasks.model_folder import ModelFolder, has_model_folder, read_model_folder, write_model_folder
 from jtrain.tasks.opened import Leaves, Opened, open_model
@@ -33,6 +35,7 @@ class ModelSource:
       config: the run's, with what follows from the model filled in (`max_length`).
       decoder: the shape.
       tokenizer: of `data.tokenizer`; by default that of the model, else bytes.
+      adapters: path -> numbers of the adapters that a new run begins with (`model.lora.path`); the others are drawn.
 
     Raises:
       ConfigError: there is no such model, or the config contradicts it.
@@ -60,6 +63,31 @@ class ModelSource:
             config = config.model_copy(update={"max_length": min(config.max_length, limit)})
         self.config, self.tokenizer = config, tokenizer
         self.decoder = decoder_config(config, tokenizer, base)
+        self.adapters: Leaves = {}
+        if config.model.lora.path is not None:
+            self.config = self._with_adapter(config)
+
+    def _with_adapter(self, config: Config) -> Config:
+        """The config with the settings of the adapter folder; and its numbers, where the run begins anew.
+
+        Raises:
+          ConfigError: there is no such adapter, or the config says something else.
+          CheckpointError: it is damaged, or of another model.
+        """
+        section, default = config.model.lora, LoraConfig()
+        assert section.path is not None
+        kept = read_model_folder(layout.run_path(config.run_dir)).lora if resumes(config) else None
+        if kept is None:
+            kept, self.adapters = read_adapter(section.path, self.decoder, family_for(self.decoder, self._companions))
+        own = {name: getattr(kept, name) for name in ("rank", "alpha", "targets", "rslora", "dora")}
+        for name, value in own.items():
+            if getattr(section, name) not in (getattr(default, name), value):
+                raise ConfigError(
+                    f"model.lora.{name}: {getattr(section, name)!r}, and the adapter at model.lora.path has {value!r}",
+                    f"leave model.lora.{name} out",
+                )
+        lora = section.model_copy(update=own)
+        return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
     def _from_run(self, config: Config) -> tuple[DecoderConfig | None, Tokenizer | None]:
         content = read_model_folder(layout.run_path(config.run_dir))
@@ -99,7 +127,9 @@ class ModelSource:
             companions = dataclasses.replace(companions, config=config_json(self.decoder, companions, self.tokenizer))
         except ConfigError:  # no family has this shape: the run can't be exported, and jtrain goes on without
             companions = dataclasses.replace(companions, config={})
-        content = ModelFolder(self.decoder, companions, bytes=self.tokenizer.spec == "bytes")
+        content = ModelFolder(
+            self.decoder, companions, bytes=self.tokenizer.spec == "bytes", lora=lora_of(self.config.model.lora)
+        )
         write_model_folder(layout.run_path(run_dir), content)
 
 

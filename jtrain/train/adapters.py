@@ -40,13 +40,15 @@ class BaseWeights:
     """`InitialWeights` of the base model, as those of a model with adapters.
 
     Args:
-      weights: of the base model (`fills` and `load`, with its paths).
+      weights: of the base model (`fills` and `load`, with its paths); what it has as `adapters` (path -> array) takes
+        the place of what would be drawn.
       model: the model with adapters.
       plan: where its parameters lie.
     """
 
     def __init__(self, weights: Any, model: FunctionalModel, plan: StatePlan):
         self._weights, self._plan = weights, plan
+        self._adapters: Leaves = getattr(weights, "adapters", {})
         module = model.merge(plan.abstract.params, plan.abstract.variables)
         self._quantized = {
             "/".join(map(str, path)): m for path, m in nnx.iter_modules(module) if isinstance(m, QuantizedKernel)
@@ -60,7 +62,9 @@ class BaseWeights:
         self._dtype = next(leaf.dtype for path, leaf in flat if path not in self._part_of and not has_adapters([path]))
 
     def fills(self, path: str) -> bool:
-        """Whether `load` brings this parameter: all but A and B."""
+        """Whether `load` brings this parameter: all but A and B that are drawn."""
+        if path in self._adapters:
+            return True
         base = self._base(path)
         return base is not None and self._weights.fills(base)
 
@@ -77,8 +81,10 @@ class BaseWeights:
             base.pop(path).delete()
             loaded |= {f"{path}/{part}": value for part, value in parts.items()}
         for path, projection in self._magnitude_of.items():
-            if path in params:
+            if path in params and path not in self._adapters:
                 loaded[path] = self._magnitude(path, projection, loaded, params[path].sharding)
+        for path in params.keys() & self._adapters.keys():
+            loaded[path] = jax.device_put(self._adapters[path].astype(params[path].dtype), params[path].sharding)
         return loaded, variables
 
     def _base(self, path: str) -> str | None:

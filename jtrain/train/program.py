@@ -27,11 +27,12 @@ from jtrain.parallel.pipeline.schedule import choose_schedule
 from jtrain.parallel.sharding import Rules, make_rules, pipeline_rules
 from jtrain.parallel.xla import options_of_run
 from jtrain.train.across_slices import AcrossSlices, Exchange, gradients_of_slices
+from jtrain.train.adapters import BaseWeights, has_adapters
 from jtrain.train.gradients import accumulated_gradients
 from jtrain.train.local_steps import make_local_step
 from jtrain.train.loss import LossFn
 from jtrain.train.model import FunctionalModel, ModelFactory, functional_model
-from jtrain.train.optimizers import make_optimizer, trainable_mask
+from jtrain.train.optimizers import make_optimizer, parameter_paths, trainable_mask
 from jtrain.train.pipelined import Pipeline, pipelined_gradients, pipelined_loss
 from jtrain.train.precision import Precision, precision_policy
 from jtrain.train.schedules import Schedule, make_schedule
@@ -85,19 +86,31 @@ class Program:
     def init_from(self, source: str) -> TrainState:
         """The initial state with what a run or checkpoint has learned in place of what would be drawn.
 
-        That is its parameters, and what its model keeps beside them where this model keeps it as well.
+        That is its parameters, and what its model keeps beside them where this model keeps it as well. A model with
+        adapters takes those of another run with adapters, or a plain one's as its base.
 
         Raises:
           CheckpointError: it holds no intact checkpoint, or one of another model.
         """
-        return self.init_with(_Checkpoint(source))
+        from jtrain.checkpoint.parameters import saved_parameters
+
+        if has_adapters(parameter_paths(self.model.params)) and not has_adapters(saved_parameters(source)):
+            return self.init_with(_Checkpoint(source, cast=True))
+        return self._begin_with(_Checkpoint(source))
 
     def init_with(self, weights: InitialWeights) -> TrainState:
         """The initial state with loaded weights in place of those that would be drawn.
 
+        Of a model with adapters they are the base: cast or quantised as the run has them, with adapters that are drawn.
+
         Raises:
           JtrainError: what loading them raises.
         """
+        if has_adapters(parameter_paths(self.model.params)):
+            weights = BaseWeights(weights, self.model, self.plan)
+        return self._begin_with(weights)
+
+    def _begin_with(self, weights: InitialWeights) -> TrainState:
         fresh = self.init()
         wanted, drawn = arrays.flatten(self.plan.abstract.params), arrays.flatten(fresh.params)
         drawn = {path: leaf for path, leaf in drawn.items() if not weights.fills(path)}
@@ -135,6 +148,7 @@ class _Checkpoint:
     """Weights from a run's newest intact checkpoint, or from one checkpoint."""
 
     source: str
+    cast: bool = False
 
     def fills(self, path: str) -> bool:
         return True
@@ -142,7 +156,8 @@ class _Checkpoint:
     def load(self, params: dict[str, Any], variables: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         from jtrain.checkpoint.parameters import load_parameters, load_variables
 
-        return load_parameters(self.source, params), load_variables(self.source, variables)
+        params = load_parameters(self.source, params, cast=self.cast)
+        return params, load_variables(self.source, variables)
 
 
 def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:

@@ -200,6 +200,8 @@ COMPUTED_CHOICES = {
 """Field with choices -> programs (or rows) that they make."""
 
 SEEN = {
+    "model.lora.path": "tests/tasks/test_adapter_export.py::"
+    "test_a_run_begins_with_an_adapter_folder_and_writes_it_back",
     "fp8": "tests/train/test_precision.py::test_fp8_is_refused_where_the_device_has_none",
     "task": "tests/cli/test_main.py::test_train_runs_the_task_of_the_config_and_returns_its_code",
     "run_dir": "tests/train/test_trainer.py::test_every_save_is_durable_before_the_run_says_its_end",

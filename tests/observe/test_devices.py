@@ -47,6 +47,7 @@ def test_the_cpu_of_this_machine_is_unknown():
 def test_the_peak_is_that_of_the_operands_of_the_precision():
     assert peak_flops("NVIDIA H100 80GB HBM3", "32-true") == 67e12
     assert peak_flops("Tesla V100-SXM2-16GB", "16-mixed") == 125e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp8-mixed") == 1979e12
     # Six bfloat16 passes make one float32 product on a TPU.
     assert peak_flops("TPU v5p", "32-true") == pytest.approx(459e12 / 6)
 

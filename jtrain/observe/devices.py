@@ -88,7 +88,8 @@ DEVICES: tuple[tuple[str, DeviceSpec], ...] = (
 
 # jtrain's precision -> dtype of the operands of its matrix products.
 _OPERANDS = {
-    "32-true": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16", "fp8-mixed": "float8",
+    "32-true": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16",
+    "fp8-mixed": "float8",
 }  # fmt: skip
 
 

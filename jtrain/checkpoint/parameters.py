@@ -111,6 +111,8 @@ def _intact(path: epath.Path) -> tuple[epath.Path, Manifest]:
         return path, manifest
     root = next((root for root in (checkpoints_root(path), path) if finished_steps(root)), None)
     if root is None:
+        if (path / "config.json").exists():
+            raise CheckpointError(f"{path} is a Hugging Face folder, and no run", "write model.path: with it")
         raise CheckpointError(
             f"{path} holds no finished checkpoint",
             "give a run directory, or one of its folders checkpoints/<step>",

@@ -13,6 +13,7 @@ from typing import Any
 from jtrain.checkpoint import layout
 from jtrain.checkpoint.hf.companions import Companions
 from jtrain.config.schema import Config, LoraConfig, ModelConfig
+from jtrain.data.chat import load_chat_template
 from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.config import DecoderConfig
@@ -123,6 +124,9 @@ class ModelSource:
         companions = self._companions
         if self.config.data.tokenizer is not None or self.config.model.path is None:
             companions = with_tokenizer(companions, self.tokenizer, limit)
+        if (given := self.config.data.chat_template) is not None:
+            template = load_chat_template(self.tokenizer, given).source.encode()
+            companions = dataclasses.replace(companions, files={**companions.files, "chat_template.jinja": template})
         try:
             companions = dataclasses.replace(companions, config=config_json(self.decoder, companions, self.tokenizer))
         except ConfigError:  # no family has this shape: the run can't be exported, and jtrain goes on without

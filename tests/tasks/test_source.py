@@ -11,6 +11,7 @@ import pytest
 
 from jtrain import Callback, PretrainTrainer, load_config, load_model
 from jtrain.checkpoint import arrays
+from jtrain.checkpoint.parameters import load_parameters
 from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.tasks.exporting import export
 from jtrain.tasks.source import ModelSource, tokenizer_of
@@ -147,6 +148,21 @@ def test_paths_of_models_are_relative_to_the_file_and_names_of_the_hub_are_kept(
     file.write_text("model: {path: org/name}\n")
     assert load_config(str(file)).model.path == str(path.parent / "org" / "name")  # a folder of that name comes first
     assert tokenizer_of(load_config({"model": {"path": str(path)}})).vocab_size == 259
+
+
+def test_the_template_that_a_run_was_trained_with_is_kept(folder, tmp_path):
+    path, _ = folder
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    made = source(path, tmp_path / "run", task="sft", **{"data.chat_template": str(tmp_path / "mine.jinja")})
+    made.keep(str(tmp_path / "run"))
+    assert (tmp_path / "run" / "model" / "chat_template.jinja").read_text() == "{{ messages[0].content }}!"
+    assert (tmp_path / "run" / "model" / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
+
+
+def test_a_folder_is_no_run_to_take_weights_from(folder, tmp_path):
+    path, _ = folder
+    with pytest.raises(CheckpointError, match=r"write model\.path"):
+        load_parameters(path, {})
 
 
 class StopAt(Callback):

@@ -144,7 +144,8 @@ ADAPTERS = {"model.lora.rank": 4}
 OF_ADAPTERS = tuple(f"model.lora.{name}" for name in LoraConfig.model_fields if name != "rank")
 
 BESIDE = {
-    **{name: {"task": "sft"} for name in ("data.packing", "data.truncation", "sft.neftune_noise_alpha")},
+    **{name: {"task": "sft"} for name in ("data.truncation", "sft.neftune_noise_alpha")},
+    "data.packing": {"task": "sft", "max_length": 64},  # some examples share a row, some are longer
     "precision": {"fp8": "emulate"},
     **dict.fromkeys(OF_ADAPTERS, ADAPTERS),
     **dict.fromkeys(OF_EXPERTS, EXPERTS),

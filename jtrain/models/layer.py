@@ -93,7 +93,9 @@ class Layer(nnx.Module):
             if config.norm_position != "pre":
                 y = getattr(self, name)(y)
             if config.residual_multiplier != 1.0:
-                y = y * jnp.asarray(config.residual_multiplier, y.dtype)
+                # Rounded once: 0.22 as bfloat16 would be 0.1 % too small.
+                wide = jnp.promote_types(y.dtype, jnp.float32)
+                y = (y.astype(wide) * config.residual_multiplier).astype(y.dtype)
             return y if keys_2B is None or not config.dropout else dropout(y, config.dropout, keys_2B[place])
 
         h = whole_sequence(before("attention_norm", x_BLD))

@@ -100,7 +100,20 @@ class LoadedModel:
                 f"input_ids holds the token {bad}, and the model has {self.decoder.vocab_size}",
                 "encode the text with the model's own tokenizer",
             )
+        self._check_positions(ids.shape[1], arguments["position_ids"])
         return self._logits(self.params, self.variables, *arguments.values())
+
+    def _check_positions(self, length: int, position_ids: np.ndarray | None) -> None:
+        """A learned table ends; rotary positions do not."""
+        least, most = 0, length - 1
+        if position_ids is not None and position_ids.size:
+            least, most = int(position_ids.min()), int(position_ids.max())
+        limit = self.decoder.max_position_embeddings
+        if self.decoder.position_embedding == "learned" and (least < 0 or most >= limit):
+            raise DataError(
+                f"position {least if least < 0 else most}, and the model has a table of {limit} positions",
+                "cut the rows, or give position_ids within the table",
+            )
 
     @functools.cached_property
     def _logits(self) -> Callable[..., jax.Array]:

@@ -41,7 +41,7 @@ def family(model_type: str) -> Family:
     Raises:
       ConfigError: there is none; the message lists those that there are.
     """
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         near = difflib.get_close_matches(str(model_type), FAMILIES, n=1)
         guess = f"Did you mean {near[0]!r}? " if near else ""
         raise ConfigError(

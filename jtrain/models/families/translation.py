@@ -59,7 +59,7 @@ class Table(Family):
             values |= self.fixed | self.read_positions(fields) | self.read(fields)
             self._check_experts(values.get("num_experts", 0))
             config = filled(DecoderConfig(**values))
-        except (AttributeError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"config.json of {self.model_type}: a value is of the wrong kind ({error})",
                 "Compare it with the file of the published model.",
@@ -152,6 +152,10 @@ def layer_kinds(config: DecoderConfig) -> list[str]:
 def read_windows(fields: Fields, window: int | None, kinds: list[str]) -> dict[str, Any]:
     """`sliding_window` and `layer_types`: the file's own list of kinds, or `kinds` where it has none."""
     given = fields.get("layer_types") or kinds
+    if len(given) != len(kinds):
+        raise ConfigError(
+            f"config.json: layer_types names {len(given)} layers of {len(kinds)}", "Write one entry a layer."
+        )
     if not set(given) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
             f"config.json: layer_types has {sorted(set(given))}", "jtrain does full_attention and sliding_attention."

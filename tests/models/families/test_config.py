@@ -172,6 +172,8 @@ def test_gpt2_and_pythia():
         (published.LLAMA_31_8B, {"rope_theta": "1e6"}, "wrong kind"),
         (published.GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
         (published.GPT_OSS_20B, {"sliding_window": None}, "no window"),
+        (published.GPT_OSS_20B, {"layer_types": ["full_attention"]}, "names 1 layers of 24"),
+        (published.GEMMA_2_9B, {"query_pre_attn_scalar": 0}, "wrong kind"),
         (published.QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         (published.QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         (published.QWEN3_30B_A3B, {"num_experts": 0, "num_local_experts": 0}, "num_experts is 0"),
@@ -204,6 +206,8 @@ def test_an_unknown_family_names_the_known_ones_and_the_way_for_ones_own():
         family("qwen2_5")
     assert "Did you mean 'qwen2'" in error.value.remedy
     assert all(name in error.value.remedy for name in FAMILIES) and "docs/models.md" in error.value.remedy
+    with pytest.raises(ConfigError, match=r"\['llama'\]"):
+        family(["llama"])
 
 
 def test_the_family_of_the_docs_works(monkeypatch):

@@ -194,6 +194,10 @@ class Generator:
         limit, longest = options.max_new_tokens, max(map(len, prompts))
         shape = _Shape(rounded_length(longest), rounded_length(limit), self._length(longest + limit))
         rows = -(-len(prompts) // self._ranks) * self._ranks
+        if self._views is not None:
+            # XLA's CPU backend writes loops of its own for a product with one row: slower than its library with two,
+            # and each of them is compiled by itself.
+            rows = max(rows, 2)
         ids = np.zeros((rows, shape.prompt), np.int32)
         start = np.full(rows, shape.prompt - 1, np.int32)  # rows that only fill the mesh hold one token
         for row, prompt in enumerate(prompts):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jtrain.ops.cross_entropy import cross_entropy, cross_entropy_and_correct
+from jtrain.ops.cross_entropy import cross_entropy, cross_entropy_and_correct, cross_entropy_figures
 from jtrain.ops.logical import logical_rules
 
 from .meshes import AXES, RULES, on_mesh
@@ -76,6 +76,30 @@ def test_label_smoothing_equals_hugging_faces_golden_number():
     logits = jnp.asarray([[[2.0, 0, 0], [0, 1, 0], [0, 0, 3]]])
     total, count = cross_entropy(logits, jnp.eye(3), jnp.asarray([[0, 1, -100]]), label_smoothing=0.1)
     assert float(total / count) == pytest.approx(0.495495, abs=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])  # nine tokens: on two devices the vocabulary is padded
+def test_the_entropy_is_that_of_the_distributions_at_live_places(sizes):
+    generator = np.random.default_rng(3)
+    hidden, head = generator.normal(size=(2, 6, 4)), 2 * generator.normal(size=(4, 9))
+    targets = generator.integers(0, 9, (2, 6))
+    targets[0, :3] = -100
+    logits = hidden @ head
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    wanted = -(p * np.log(p)).sum(-1)[targets != -100].sum()
+
+    def program(hidden, head, targets):
+        with on_mesh(*sizes):
+            figures = cross_entropy_figures(hidden, head, targets, z_loss=1e-3, entropy=True)
+        return figures.loss, figures
+
+    arguments = jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(targets)
+    found = jax.jit(program)(*arguments)[1]  # without gradients, and with them
+    differentiated = jax.jit(jax.value_and_grad(program, has_aux=True))(*arguments)[0][1]
+    assert float(found.entropy) == pytest.approx(wanted, rel=1e-5)
+    assert float(differentiated.entropy) == pytest.approx(wanted, rel=1e-5)
+    assert float(cross_entropy_figures(*arguments).entropy) == 0.0
 
 
 def test_float64_is_kept():

@@ -40,11 +40,11 @@ def linear_program(
     accumulation: int = 1, *, loss_fn: Any = squared_error, model: Any = Linear, **config: Any
 ) -> Program:
     """On one device; plain gradient descent with rate 1 unless the config says otherwise."""
-    tx = config.pop("tx", optax.sgd(1.0))
+    tx, hook = config.pop("tx", optax.sgd(1.0)), config.pop("step_hook", None)
     fields = {"precision": "32-true", "max_steps": 10, "optimizer": {"max_grad_norm": 0.0}} | config
     fields |= {"global_batch_size": ROWS, "gradient_accumulation_steps": accumulation}
     checked, mesh, batch = mesh_and_batch(load_config(fields, env={}), jax.devices()[:1])
-    return build_program(checked, model, loss_fn, mesh=mesh, batch=batch, max_steps=10, optimizer=tx, step_hook=None)
+    return build_program(checked, model, loss_fn, mesh=mesh, batch=batch, max_steps=10, optimizer=tx, step_hook=hook)
 
 
 def linear_batch(accumulation: int = 1, seed: int = 0, **changes: np.ndarray) -> dict[str, np.ndarray]:

@@ -195,9 +195,7 @@ def test_a_step_hook_sees_and_changes_gradients_and_metrics():
     def halve(gradients, state, metrics):
         return jax.tree.map(lambda g: g * 0.5, gradients), metrics | {"hooked": state.step + 10}
 
-    program = tiny_program(step_hook=halve)
-    plain = tiny_program()
-    batch = tiny_batch(program)
+    program, plain, batch = linear_program(step_hook=halve), linear_program(), linear_batch()
     _, hooked = program.train_step(program.init(), batch)
     _, without = plain.train_step(plain.init(), batch)
     assert float(hooked["grad_norm"]) == pytest.approx(0.5 * float(without["grad_norm"]), rel=1e-6)

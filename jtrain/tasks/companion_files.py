@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from jtrain.checkpoint.hf.companions import EXTRA_TEMPLATES, NAMES, Companions
+from jtrain.checkpoint.hf.companions import EXTRA_TEMPLATES, GENERATION, NAMES, Companions
 from jtrain.data.files import exists, is_dir, join, read_bytes
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError
@@ -15,7 +15,8 @@ from jtrain.models.families import FAMILIES, Family, family_of
 from jtrain.models.families.translation import TRAINING, of_function
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model")
-_OF_TOKENIZER = tuple(name for name in NAMES if name != "generation_config.json")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_TOKENIZER = tuple(name for name in NAMES if name != GENERATION)
 _STALE = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config")
 """Keys of config.json that say nothing of a copy: code and versions that are not carried along, another type."""
 _BYTE_TOKENS = {256: "<|endoftext|>", 257: "<|begin_of_text|>", 258: "<|pad|>"}
@@ -60,15 +61,18 @@ def config_json(decoder: DecoderConfig, companions: Companions, tokenizer: Token
     return {**ids, **before, **family.hf_config(decoder)}
 
 
-def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """bos_token_id, eos_token_id and pad_token_id, as far as there are such tokens."""
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+def token_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+    """bos_token_id, eos_token_id and pad_token_id, as far as there are such tokens; several ends are a list."""
+    ends: Any = list(tokenizer.stop_ids) if len(tokenizer.stop_ids) > 1 else tokenizer.eos_id
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def generation_config(tokenizer: Tokenizer) -> bytes:
-    """generation_config.json of a model that was born here."""
-    return _json(token_ids(tokenizer))
+def _generation_config(tokenizer: Tokenizer, before: bytes | None) -> bytes:
+    """generation_config.json with the tokens of this tokenizer; `before` is that of the model, of another one."""
+    settings = {} if before is None else Companions(files={GENERATION: before}).json(GENERATION)
+    kept = {key: value for key, value in settings.items() if key not in _TOKEN_IDS}
+    return _json({**kept, **token_ids(tokenizer)})
 
 
 def has_tokenizer(companions: Companions) -> bool:
@@ -88,9 +92,11 @@ def with_tokenizer(companions: Companions, tokenizer: Tokenizer | None, max_leng
         return companions
     files = {name: data for name, data in companions.files.items() if name not in _OF_TOKENIZER}
     files = {name: data for name, data in files.items() if not name.startswith(EXTRA_TEMPLATES)}
-    files = _files(tokenizer, max_length) | files
-    files.setdefault("generation_config.json", generation_config(tokenizer))
-    return dataclasses.replace(companions, files=files)
+    of_model = files.pop(GENERATION, None)
+    files |= _files(tokenizer, max_length)
+    files[GENERATION] = _generation_config(tokenizer, files.get(GENERATION, of_model))
+    config = {key: value for key, value in companions.config.items() if key not in _TOKEN_IDS}
+    return dataclasses.replace(companions, files=files, config=config)
 
 
 def _files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:

@@ -83,11 +83,11 @@ def export(
         raise ConfigError(f"dtype={dtype!r}", f"choose one of {', '.join(WORDS)}")
     limit = shard_size(max_shard_size)
     tensors = {tensor.key: tensor for tensor in family_for(model.decoder, model.source).tensors(model.decoder)}
-    shards = plan_shards([Planned(key, tensor.shape) for key, tensor in tensors.items()], dtype, limit)
-    size = sum(nbytes(planned, dtype) for shard in shards for planned in shard)
+    shards = plan_shards([Planned(key, one.shape, _type_of(one, dtype)) for key, one in tensors.items()], limit)
+    size = sum(nbytes(planned) for shard in shards for planned in shard)
     main = peers.index() == 0
     with staged(out, size) as folder:
-        write(folder, shards, dtype, _reader(model, tensors, dtype), writes=main)
+        write(folder, shards, _reader(model, tensors, dtype), writes=main)
         if main:
             for name, data in _companions(model, dtype).items():
                 (folder / name).parent.mkdir(exist_ok=True)
@@ -110,12 +110,18 @@ def shard_size(text: str | int) -> int:
     return size
 
 
+def _type_of(tensor: Tensor, dtype: str) -> str:
+    """What a tensor is written in: what is no parameter (a router's correction bias) keeps its float32 everywhere."""
+    return "float32" if any(slot.variable for slot in tensor.slots) else dtype
+
+
 def _reader(model: LoadedModel, tensors: dict[str, Tensor], dtype: str) -> Callable[[str], np.ndarray]:
     params, variables = arrays.flatten(model.params), arrays.flatten(model.variables)
 
     def read(name: str) -> np.ndarray:
-        array = tensor_of(tensors[name], params, variables, dtype)
-        if dtype == "float16" and not np.isfinite(array).all():
+        tensor = tensors[name]
+        array = tensor_of(tensor, params, variables, _type_of(tensor, dtype))
+        if array.dtype == np.float16 and not np.isfinite(array).all():
             raise CheckpointError(
                 f"{name} holds numbers that are not finite in float16 (its largest is 65,504)", "export it in bfloat16"
             )

@@ -6,6 +6,7 @@ import errno
 import json
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -216,3 +217,34 @@ def test_a_preset_is_a_model_with_random_weights_and_no_steps():
 def test_what_can_not_be_loaded_so_is_said_at_once(arguments, word):
     with pytest.raises(ConfigError, match=word):
         load_model(TRANSFORMERS, **arguments)
+
+
+def test_a_correction_bias_keeps_its_float32_in_every_export(tmp_path):
+    """transformers keeps it in float32 as well; rounded to bfloat16, near ones would choose other experts."""
+    model = load_model(TRANSFORMERS.parent / "deepseek-v3")
+    shape = model.variables["router_bias"].shape
+    bias = (14.6 + 0.003 * np.random.default_rng(0).normal(size=shape)).astype(np.float32)
+    done = export(
+        model.with_weights(
+            model.params,
+            model.variables | {"router_bias": jax.device_put(bias, model.variables["router_bias"].sharding)},
+        ),
+        tmp_path / "out",
+        dtype="bfloat16",
+    )
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.{}.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(np.stack([written[name.format(1)], written[name.format(2)]]), bias)
+    assert written["model.norm.weight"].dtype == ml_dtypes.bfloat16 and done.size == sum(
+        x.nbytes for x in written.values()
+    )
+
+
+def test_another_tokenizer_brings_its_own_ends():
+    """The model's generation settings stay, its token ids do not."""
+    files = {"generation_config.json": json.dumps({"eos_token_id": [97], "temperature": 0.6}).encode()}
+    before = Companions({"model_type": "llama", "eos_token_id": 97, "bos_token_id": 3}, files)
+    after = with_tokenizer(before, ByteTokenizer(), 64)
+    settings = after.json("generation_config.json")
+    assert settings == {"temperature": 0.6, "bos_token_id": 257, "eos_token_id": 256, "pad_token_id": 258}
+    assert config_json(preset("llama-tiny"), after, ByteTokenizer())["eos_token_id"] == 256

@@ -46,14 +46,14 @@ def gguf_to_folder(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     weights = GgufWeights(path)
     dtype = _dtype(weights)
     wanted = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    planned = [Planned(name, entry.shape) for name, entry in weights.entries.items()]
-    with staged(out, sum(nbytes(tensor, dtype) for tensor in planned)) as folder:
+    planned = [Planned(name, entry.shape, dtype) for name, entry in weights.entries.items()]
+    with staged(out, sum(nbytes(tensor) for tensor in planned)) as folder:
         config = {**weights.companions.config, "dtype": dtype, "torch_dtype": dtype}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in weights.companions.files.items():
             (folder / name).write_bytes(content)
-        shards = plan_shards(planned, dtype, _SHARD_BYTES)
-        write(folder, shards, dtype, lambda name: weights.read(name).astype(wanted, copy=False))
+        shards = plan_shards(planned, _SHARD_BYTES)
+        write(folder, shards, lambda name: weights.read(name).astype(wanted, copy=False))
     return out
 
 

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+GENERATION = "generation_config.json"
 NAMES = (
-    "generation_config.json",
+    GENERATION,
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",

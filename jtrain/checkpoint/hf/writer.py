@@ -21,18 +21,19 @@ WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Planned(NamedTuple):
-    """A tensor that will be written."""
+    """A tensor that will be written, in one of the types of `WORDS`."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
 
-def plan_shards(tensors: Iterable[Planned], dtype: str, limit: int) -> list[list[Planned]]:
+def plan_shards(tensors: Iterable[Planned], limit: int) -> list[list[Planned]]:
     """Tensors in order, as many to a shard as fit in `limit` bytes; a larger one has a shard of its own."""
     shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in tensors:
-        more = nbytes(tensor, dtype)
+        more = nbytes(tensor)
         if shards[-1] and size + more > limit:
             shards.append([])
             size = 0
@@ -41,15 +42,14 @@ def plan_shards(tensors: Iterable[Planned], dtype: str, limit: int) -> list[list
     return shards
 
 
-def nbytes(tensor: Planned, dtype: str) -> int:
+def nbytes(tensor: Planned) -> int:
     """Its size on disk."""
-    return int(np.prod(tensor.shape, dtype=np.int64)) * (4 if dtype == "float32" else 2)
+    return int(np.prod(tensor.shape, dtype=np.int64)) * (4 if tensor.dtype == "float32" else 2)
 
 
 def write(
     folder: Path,
     shards: Sequence[Sequence[Planned]],
-    dtype: str,
     read: Callable[[str], np.ndarray],
     *,
     writes: bool = True,
@@ -59,8 +59,7 @@ def write(
     Args:
       folder: exists.
       shards: as `plan_shards` makes them.
-      dtype: one of `WORDS`.
-      read: name -> the tensor in that type; called once for each, in order.
+      read: name -> the tensor in its planned type; called once for each, in order.
       writes: False: only calls `read` (a process beside the one that writes).
 
     Raises:
@@ -75,26 +74,26 @@ def write(
                 read(tensor.name)
             continue
         with open(folder / name, "wb") as file:
-            file.write(_header(shard, dtype))
+            file.write(_header(shard))
             for tensor in shard:
                 array = read(tensor.name)
-                if array.shape != tensor.shape or str(array.dtype) != dtype:
-                    raise RuntimeError(f"{tensor.name} is {array.dtype}{array.shape}, not {dtype}{tensor.shape}")
+                if array.shape != tensor.shape or str(array.dtype) != tensor.dtype:
+                    raise RuntimeError(f"{array.dtype}{array.shape} is not as planned: {tensor}")
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
     if writes and len(shards) > 1:
-        size = sum(nbytes(tensor, dtype) for shard in shards for tensor in shard)
+        size = sum(nbytes(tensor) for shard in shards for tensor in shard)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _header(shard: Sequence[Planned], dtype: str) -> bytes:
+def _header(shard: Sequence[Planned]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
-        begin, end = end, end + nbytes(tensor, dtype)
-        header[tensor.name] = {"dtype": WORDS[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin, end = end, end + nbytes(tensor)
+        header[tensor.name] = {"dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text

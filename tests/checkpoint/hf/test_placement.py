@@ -140,9 +140,9 @@ def test_shards_hold_as_many_tensors_as_fit_and_the_library_reads_them(tmp_path)
     from safetensors.numpy import load_file
 
     tensors = {f"t{n}": np.arange(n * 100, n * 100 + 10 * n, dtype=np.float32).reshape(n, 10) for n in range(1, 6)}
-    shards = plan_shards([Planned(name, x.shape) for name, x in tensors.items()], "float32", 250)
+    shards = plan_shards([Planned(name, x.shape, "float32") for name, x in tensors.items()], 250)
     assert [[one.name for one in shard] for shard in shards] == [["t1", "t2", "t3"], ["t4"], ["t5"]]
-    write(tmp_path, shards, "float32", tensors.__getitem__)
+    write(tmp_path, shards, tensors.__getitem__)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
     for name, file in index["weight_map"].items():
@@ -171,10 +171,10 @@ def load():
     return opened.load(wanted, {})[0]
 
 def save(params, name):
-    shards = plan_shards([Planned(one.key, one.shape) for one in tensors.values()], "float32", 10**9)
+    shards = plan_shards([Planned(one.key, one.shape, "float32") for one in tensors.values()], 10**9)
     folder = Path(sys.argv[3]) / name
     folder.mkdir(parents=True)
-    write(folder, shards, "float32", lambda name: tensor_of(tensors[name], params, {}, "float32"))
+    write(folder, shards, lambda name: tensor_of(tensors[name], params, {}, "float32"))
 
 def peak(work, *arguments):
     tracemalloc.start()

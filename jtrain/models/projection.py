@@ -179,7 +179,7 @@ def _base(projections: Sequence[Projection], uses: tuple[_Use, ...], x: jax.Arra
         return _frozen_products(uses, x, stored)
     kernels = tuple(use.kernel(part) for use, part in zip(uses, stored, strict=True))
     cut = min(use.cut(kernel) for use, kernel in zip(uses, kernels, strict=True)) > 1
-    return _products(uses[0].inputs, cut, tuple(use.axes for use in uses), x, kernels)
+    return _products(uses[0].inputs, cut, tuple(use.axes for use in uses), fp8.fp8_mode(), x, kernels)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ def _dropped(x: jax.Array, inputs: int, settings: AdapterSettings, keys_B: jax.A
 
 
 def _trained_products(use: _Use, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
-    with fp8.fp8_products(None):  # too small to gain by it
-        return _products(use.inputs, False, (use.axes,), x, (use.kernel(kernel),))
+    """Of an adapter; never in 8 bits: they are too small to gain by it."""
+    return _products(use.inputs, False, (use.axes,), None, x, (use.kernel(kernel),))
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -260,27 +260,34 @@ def _trained_products(use: _Use, x: jax.Array, kernel: jax.Array) -> tuple[jax.A
 _Names = tuple[tuple[str, ...], ...]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _products(
-    rank: int, cut: bool, axes: _Names, x: jax.Array, kernels: tuple[jax.Array, ...]
+    rank: int, cut: bool, axes: _Names, mode: fp8.Mode | None, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    return tuple(_forth(x, kernel, rank) for kernel in kernels)
+    """`mode` is given, not looked up: a backward pass is traced when the context of its forward pass is over."""
+    with fp8.fp8_products(mode):
+        return tuple(_forth(x, kernel, rank) for kernel in kernels)
 
 
-def _products_forward(rank: int, cut: bool, axes: _Names, x: jax.Array, kernels: tuple[jax.Array, ...]):
-    return _products(rank, cut, axes, x, kernels), (x, kernels)
+def _products_forward(
+    rank: int, cut: bool, axes: _Names, mode: fp8.Mode | None, x: jax.Array, kernels: tuple[jax.Array, ...]
+):
+    return _products(rank, cut, axes, mode, x, kernels), (x, kernels)
 
 
-def _products_backward(rank: int, cut: bool, axes: _Names, residuals, d_ys: tuple[jax.Array, ...]):
+def _products_backward(
+    rank: int, cut: bool, axes: _Names, mode: fp8.Mode | None, residuals, d_ys: tuple[jax.Array, ...]
+):
     x, kernels = residuals
     first = x.ndim - rank  # of the output axes
     d_ys = _gathered_once(d_ys, axes, rank, first)
-    if first == 2:
-        d_kernels = tuple(_weight_gradient(x, d_y, names) for d_y, names in zip(d_ys, axes, strict=True))
-    else:
-        rows = tuple(range(first))
-        d_kernels = tuple(_dot(x, d_y, rows, rows, _OF_WEIGHTS) for d_y in d_ys)
-    return _input_gradient(d_ys, kernels, first, rank, cut), d_kernels
+    with fp8.fp8_products(mode):
+        if first == 2:
+            d_kernels = tuple(_weight_gradient(x, d_y, names) for d_y, names in zip(d_ys, axes, strict=True))
+        else:
+            rows = tuple(range(first))
+            d_kernels = tuple(_dot(x, d_y, rows, rows, _OF_WEIGHTS) for d_y in d_ys)
+        return _input_gradient(d_ys, kernels, first, rank, cut), d_kernels
 
 
 _products.defvjp(_products_forward, _products_backward)

@@ -260,3 +260,21 @@ def test_gradients_in_fp8_are_within_the_rounding_of_both_operands():
     check(y, x, w, (1 + 2**-4) ** 2 - 1)
     check(d_x, d_y, w.T, (1 + 2**-4) * (1 + 2**-3) - 1)
     check(d_w, x.T, d_y, (1 + 2**-4) * (1 + 2**-3) - 1)
+
+
+def test_adapters_are_not_rounded_to_eight_bits():
+    """y is, through its base; the gradients of A and B depend on x and on the gradient of y alone."""
+    p = projection("q", lora())
+    graph, adapters, rest = nnx.split(p, lambda path, _: path[-1] in ADAPTER, ...)
+    x, d_y = (jax.random.normal(jax.random.key(n), shape) for n, shape in ((1, (2, 16, D)), (2, (2, 16, H, DH))))
+
+    def run(adapters):
+        return nnx.merge(graph, adapters, rest)(x)
+
+    exact, back = jax.vjp(run, adapters)
+    wanted = back(d_y)[0]
+    with fp8_products("emulate"):
+        y, back = jax.vjp(run, adapters)
+        got = back(d_y)[0]
+    assert jnp.abs(y - exact).max() > 1e-3
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jtrain.errors import JtrainError
     from jtrain.ops.stack import scan_layers
     from jtrain.parallel.mesh import make_mesh
+    from jtrain.tasks.dpo import DPOTrainer
     from jtrain.tasks.exporting import export
     from jtrain.tasks.generate import Generation, generate
     from jtrain.tasks.loading import load_model
@@ -35,6 +36,7 @@ _WHERE = {
     "Callback": "train.callbacks",
     "Checkpoints": "checkpoint.checkpoints",
     "Config": "config.schema",
+    "DPOTrainer": "tasks.dpo",
     "DataLoader": "data.loader",
     "Generation": "tasks.generate",
     "History": "train.history",
@@ -61,6 +63,7 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "Config",
+    "DPOTrainer",
     "DataLoader",
     "Generation",
     "History",

@@ -162,13 +162,34 @@ ALIASES: dict[str, Alias] = {
         Alias("completion_only_loss", "sft.completion_only_loss", _TRL),
         Alias("assistant_only_loss", "sft.assistant_only_loss", _TRL),
         Alias("neftune_noise_alpha", "sft.neftune_noise_alpha", _HF),
+        *(
+            Alias(name, f"dpo.{name}", _TRL)
+            for name in (
+                "loss_type",
+                "loss_weights",
+                "beta",
+                "ld_alpha",
+                "f_divergence_type",
+                "f_alpha_divergence_coef",
+                "use_weighting",
+                "discopop_tau",
+                "simpo_gamma",
+                "cpo_alpha",
+                "desirable_weight",
+                "undesirable_weight",
+                "ref_model",
+                "precompute_ref_log_probs",
+                "precompute_ref_batch_size",
+                "disable_dropout",
+            )
+        ),
         Alias("lr", "optimizer.learning_rate", _SHORT),
         Alias("preset", "model.preset", _SHORT),
     )
 }
 
 NOT_BUILT = {
-    "task": ("dpo", "reward", "grpo", "ppo", "distill"),
+    "task": ("reward", "grpo", "ppo", "distill"),
     "strategy": ("auto",),
     "mesh": ("auto",),
 }

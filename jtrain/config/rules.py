@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jtrain.config.names import nearest
+from jtrain.config.preference_rules import check_dpo
 from jtrain.config.schema import DURATION, Config, Duration, LoraConfig, MeshConfig
 from jtrain.config.task_defaults import check_task
 from jtrain.errors import ConfigError
@@ -40,6 +41,7 @@ def check(config: Config) -> Config:
       ConfigError: fields that contradict each other, or a value that is not built yet.
     """
     check_task(config)
+    check_dpo(config)
     config = apply_strategy(_length(config))
     _mesh_numbers(config.mesh)
     _axes_exist(config)

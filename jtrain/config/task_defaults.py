@@ -55,13 +55,23 @@ TASK_DEFAULTS: dict[str, tuple[TaskDefault, ...]] = {
         *FINE_TUNING,
         TaskDefault("data.packing", "none", f"{_TRL}: one example a row, padded to the next bucket of lengths"),
     ),
+    "dpo": (
+        TaskDefault("run_dir", "runs/dpo", "named after the task"),
+        TaskDefault(
+            "optimizer.learning_rate", 1e-5, "adapters take a higher rate (TRL's advice)", when="model.lora.rank"
+        ),
+        TaskDefault("optimizer.learning_rate", 1e-6, _TRL),
+        *FINE_TUNING,
+        TaskDefault("data.packing", "none", "one pair a row, padded to the next bucket of lengths"),
+    ),
 }
 
 READ_BY: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
-    "data.truncation": ("sft",),
-    "data.chat_template": ("sft",),
-    "data.buckets": ("sft",),
+    "dpo": ("dpo",),
+    "data.truncation": ("sft", "dpo"),
+    "data.chat_template": ("sft", "dpo"),
+    "data.buckets": ("sft", "dpo"),
 }
 """Fields and sections that some tasks read, and these."""
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jtrain.data import preference, sft
 from jtrain.data.cache import CacheOptions, Progress, open_plan, open_store
 from jtrain.data.examples import example_options, example_store
 from jtrain.data.packing import split_documents, split_edges
 from jtrain.data.rows import EvalRows, PackedRows, TrainRows
-from jtrain.data.sft import buckets_of, describe_recipe, sft_recipe
+from jtrain.data.sft import buckets_of
 from jtrain.data.store import TokenStore
 from jtrain.data.texts import is_texts, text_store
 from jtrain.data.tokenise import Recipe
@@ -86,16 +87,17 @@ def _open(config: Config, tokenizer: Tokenizer, data: Any, field: str, argument:
         with _progress_bar(progress) as report:
             return [(open_store(path, tokenizer, options, field=field, progress=report), "texts") for path in data]
     stores: list[Opened] = []
+    reader = sft if config.task == "sft" else preference
     with _progress_bar(progress) as report:
         for source in [data] if is_texts(data) else data:
             name = f"{field}: {source}" if isinstance(source, str) else argument
-            recipe = sft_recipe(config, tokenizer, source, field, name)
+            recipe = reader.recipe_of(config, tokenizer, source, field, name)
             mine = example_options(options, recipe)
             if isinstance(source, str):
                 store = open_store(source, tokenizer, mine, field=field, progress=report)
             else:
                 store = example_store(source, tokenizer, mine, name=argument)
-            stores.append((store, describe_recipe(recipe)))
+            stores.append((store, reader.describe_recipe(recipe)))
     return stores
 
 
@@ -103,6 +105,9 @@ def _packed(
     config: Config, tokenizer: Tokenizer, stores: Sequence[Opened], edges: Sequence[np.ndarray]
 ) -> list[PackedRows]:
     """The planned rows of a stretch of each store."""
+    if config.task not in ("pretrain", "sft"):
+        found = zip(stores, edges, strict=True)
+        return [preference.rows_of(config, store, part, tokenizer.pad_id, title) for (store, title), part in found]
     token_bytes = tokenizer.token_bytes()
     data, length = config.data, config.max_length
     return [
@@ -138,12 +143,13 @@ def _split(config: Config, path: str, store: TokenStore) -> tuple[np.ndarray, np
     fraction = config.data.eval
     assert isinstance(fraction, float)
     if store.targets is not None:
-        if len(store.edges) < 3:
+        unit = 1 if config.task == "sft" else preference.documents_of_a_record(config)
+        if len(store.edges) < 2 * unit + 1:
             raise ConfigError(
                 f"data.eval: {fraction} of {path}, which holds one example: nothing is left to train on or to evaluate",
                 "Name files.",
             )
-        return split_documents(np.asarray(store.edges), fraction)
+        return split_documents(np.asarray(store.edges), fraction, unit)
     tokens = int(store.edges[-1])
     # Two tokens make one target: less can't be trained on, or evaluated.
     if min(tokens * fraction, tokens * (1 - fraction)) < 2:

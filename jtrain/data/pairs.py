@@ -177,6 +177,7 @@ class PairRows(PackedRows):
         prompt goes, as much as the longer half needs, and then ends of completions. drop: the pair is left out.
       pad_id: token that stands in padding.
       margins: whether rows have their `margin` [n].
+      title: what the source holds, in words.
 
     Attributes:
       dropped: pairs that are left out.
@@ -194,12 +195,13 @@ class PairRows(PackedRows):
         *,
         pad_id: int = 0,
         margins: bool = False,
+        title: str = "",
     ):
         plan, documents = _plan(store, edges, max_length, truncation, unit=2)
         self.dropped = (len(edges) - 1 - len(documents)) // 2
         if not plan.rows:
             raise _none_left(self.dropped, "pairs", max_length, truncation)
-        super().__init__(store, plan, pad_id=pad_id)
+        super().__init__(store, plan, pad_id=pad_id, edges=edges, title=title)
         values = np.zeros(len(store.edges) - 1, np.float32) if store.values is None else np.asarray(store.values)
         self._margins = values[documents[::2]] if margins else None
 
@@ -232,12 +234,13 @@ class SingleRows(PackedRows):
         truncation: PairTruncation = "keep_start",
         *,
         pad_id: int = 0,
+        title: str = "",
     ):
         plan, documents = _plan(store, edges, max_length, truncation, unit=1)
         self.dropped = len(edges) - 1 - len(documents)
         if not plan.rows:
             raise _none_left(self.dropped, "completions", max_length, truncation)
-        super().__init__(store, plan, pad_id=pad_id)
+        super().__init__(store, plan, pad_id=pad_id, edges=edges, title=title)
         assert store.values is not None  # of examples there are
         self.wanted = np.asarray(store.values)[documents] > 0.5
 

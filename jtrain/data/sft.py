@@ -21,7 +21,7 @@ SHORTEST_BUCKET = 128
 """A tile of the attention kernels; shorter rows would gain little."""
 
 
-def sft_recipe(config: Config, tokenizer: Tokenizer, source: Any, field: str, name: str) -> ExampleRecipe:
+def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, name: str) -> ExampleRecipe:
     """The recipe of one source, by its first record.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
 
-TRAINERS = {"pretrain": "pretrain:PretrainTrainer", "sft": "sft:SFTTrainer"}
+TRAINERS = {"pretrain": "pretrain:PretrainTrainer", "sft": "sft:SFTTrainer", "dpo": "dpo:DPOTrainer"}
 """Task -> `module:class` of its trainer."""
 
 

@@ -70,7 +70,9 @@ def check_rows(rows: Rows, length: int, vocab_size: int) -> None:
       DataError: an array is missing, has another length, or holds a token that the model has not.
     """
     batch = rows.rows(np.arange(min(_CHECKED_ROWS, len(rows))))
-    for name in ("input_ids", "labels", "segment_ids", "position_ids"):
+    pairs = "chosen_input_ids" in batch
+    halves = [f"{half}_" for half in ("chosen", "rejected")] if pairs else [""]
+    for name in (f"{half}{name}" for half in halves for name in ("input_ids", "labels", "segment_ids", "position_ids")):
         if name not in batch:
             raise DataError(f"the rows have no {name!r}, only {', '.join(batch)}", "give it as int32 [max_length]")
         if batch[name].shape[1:] != (length,):
@@ -78,7 +80,7 @@ def check_rows(rows: Rows, length: int, vocab_size: int) -> None:
                 f"{name!r} of a row has the shape {batch[name].shape[1:]}, and max_length is {length}",
                 "cut or pad the rows, or change max_length",
             )
-        if name in ("input_ids", "labels") and batch[name].max() >= vocab_size:
+        if name.endswith(("input_ids", "labels")) and batch[name].max() >= vocab_size:
             raise DataError(
                 f"{name!r} holds the token {batch[name].max()}, and the model has {vocab_size}",
                 "raise model.vocab_size, or give the tokenizer of these rows",

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import optax
+from flax import nnx
 
 from jtrain.config import load
 from jtrain.config.schema import Config
@@ -71,7 +73,7 @@ class LanguageTrainer(Trainer):
         **sections: Any,
     ):
         config = _with_arguments(task_config(self.task, config, sections), model, train_dataset, eval_dataset)
-        source = ModelSource(config)
+        source = ModelSource(self.settle(config))
         config, self.tokenizer, self.decoder = source.config, source.tokenizer, source.decoder
         rows, eval_rows = self.read_data(config, train_dataset, eval_dataset)
         super().__init__(
@@ -82,8 +84,8 @@ class LanguageTrainer(Trainer):
             eval_data=eval_rows,
             optimizer=optimizer,
             callbacks=[*callbacks, _Sample()] if config.eval.sample_prompts else callbacks,
-            compute_metrics=lambda sums: text_metrics(sums) | (compute_metrics(sums) if compute_metrics else {}),
-            predict_fn=token_logprobs,
+            compute_metrics=lambda sums: self.figures_of(sums) | (compute_metrics(sums) if compute_metrics else {}),
+            predict_fn=self.prediction,
             step_hook=step_hook,
             source=source,
         )
@@ -95,6 +97,18 @@ class LanguageTrainer(Trainer):
         check_pipeline(self.decoder, self.mesh.shape["pipeline"], config.pipeline.virtual_stages)
         self.experts = experts_name(self.decoder, self.mesh, self.program.precision.compute_dtype)
         self.kernel = attention_name(config, self.decoder, self.mesh, self.program.precision.compute_dtype)
+
+    def settle(self, config: Config) -> Config:
+        """The config as the task trains with it, before anything is made of it."""
+        return config
+
+    def figures_of(self, sums: Sums) -> dict[str, float]:
+        """The task's own figures of an evaluation, from name -> (sum, count)."""
+        return text_metrics(sums)
+
+    def prediction(self, model: nnx.Module, batch: dict[str, jax.Array]) -> Any:
+        """What `predict` gives of a batch: arrays [b, ...]."""
+        return token_logprobs(model, batch)
 
     def make_loss(self, config: Config) -> LossFn:
         """The task's loss."""

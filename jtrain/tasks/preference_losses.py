@@ -256,14 +256,14 @@ class Kind:
       loss: one number a pair.
       reference: whether it reads the reference's log-probabilities.
       divergence: whether other divergences than reverse KL are defined for it.
-      nll: cross-entropy a token that it adds: of the chosen completions, of whole chosen sequences, or none.
+      nll: whether it adds the cross-entropy a token of the chosen completions (orpo: of the whole chosen sequences).
       sorts: whether it compares sorted samples of the batch.
     """
 
     loss: PairLoss
     reference: bool = True
     divergence: bool = False
-    nll: str = ""
+    nll: bool = False
     sorts: bool = False
 
 
@@ -281,11 +281,11 @@ KINDS: dict[str, Kind] = {
     "apo_zero": Kind(apo_zero),
     "apo_down": Kind(apo_down),
     "discopop": Kind(discopop, divergence=True),
-    "sft": Kind(sft, divergence=True, nll="completion"),
+    "sft": Kind(sft, divergence=True, nll=True),
     "sigmoid_norm": Kind(sigmoid_norm, divergence=True),
-    "orpo": Kind(orpo, reference=False, nll="sequence"),
-    "simpo": Kind(simpo, reference=False, nll="completion"),
-    "cpo": Kind(cpo, reference=False, nll="completion"),
+    "orpo": Kind(orpo, reference=False, nll=True),
+    "simpo": Kind(simpo, reference=False, nll=True),
+    "cpo": Kind(cpo, reference=False, nll=True),
 }
 """Every loss of pairs."""
 

@@ -11,7 +11,7 @@ import pytest
 import jtrain
 from jtrain.config import load_config, to_yaml
 from jtrain.config.names import choices, fields
-from jtrain.config.schema import LoraConfig
+from jtrain.config.schema import DpoConfig, LoraConfig
 from jtrain.config.yaml_file import dump_yaml
 
 BASE = {"max_steps": 10, "data": {"train": ["a.txt"], "eval": ["e.txt"]}, "accelerator": "tpu"}
@@ -84,6 +84,22 @@ CHANGED = {
     "sft.completion_only_loss": False,
     "sft.assistant_only_loss": True,
     "sft.neftune_noise_alpha": 5.0,
+    "dpo.loss_weights": (0.5,),
+    "dpo.beta": 0.3,
+    "dpo.label_smoothing": 0.1,
+    "dpo.f_alpha_divergence_coef": 0.3,
+    "dpo.discopop_tau": 0.1,
+    "dpo.ld_alpha": 0.5,
+    "dpo.use_weighting": True,
+    "dpo.simpo_gamma": 1.0,
+    "dpo.cpo_alpha": 0.5,
+    "dpo.alpha": 0.1,
+    "dpo.desirable_weight": 1.3,
+    "dpo.undesirable_weight": 0.7,
+    "dpo.ref_model": "/reference",
+    "dpo.precompute_ref_log_probs": True,
+    "dpo.precompute_ref_batch_size": 64,
+    "dpo.disable_dropout": False,
     "data.shuffle": False,
     "data.cache_dir": "/cache",
     "data.max_bad_records": 5,
@@ -145,11 +161,19 @@ CHANGED = {
     "faults.max_consecutive_skips": 3,
 }
 
-SFT = {"task": "sft"}
+SFT, DPO = {"task": "sft"}, {"task": "dpo"}
 TOGETHER = {
     **dict.fromkeys(("data.packing", "data.truncation", "data.chat_template"), SFT),
     **dict.fromkeys(("sft.completion_only_loss", "sft.assistant_only_loss", "sft.neftune_noise_alpha"), SFT),
     "data.buckets": {**SFT, "data.packing": "none"},
+    **{f"dpo.{name}": DPO for name in DpoConfig.model_fields},
+    "dpo.label_smoothing": {**DPO, "dpo.loss_type": "robust"},
+    "dpo.f_alpha_divergence_coef": {**DPO, "dpo.f_divergence_type": "alpha_divergence"},
+    "dpo.discopop_tau": {**DPO, "dpo.loss_type": "discopop"},
+    **{f"dpo.{name}": {**DPO, "dpo.loss_type": "simpo"} for name in ("simpo_gamma", "cpo_alpha", "alpha")},
+    **{f"dpo.{name}": {**DPO, "dpo.loss_type": "kto"} for name in ("desirable_weight", "undesirable_weight")},
+    "dpo.precompute_ref_batch_size": {**DPO, "dpo.precompute_ref_log_probs": True},
+    "exo_pair": {"dpo.label_smoothing": 0.001},
     **{f"model.lora.{name}": {"model.lora.rank": 4} for name in LoraConfig.model_fields if name != "rank"},
     "model.lora.path": {"model.path": "/base"},
     "distributed.process_id": {"distributed.num_processes": 2},
@@ -204,7 +228,8 @@ def load_config_values(file, path):
 @pytest.mark.parametrize(("path", "choice"), CHOICES)
 def test_every_choice_is_taken(path, choice):
     accelerator = {"splash": "tpu", "megablox": "tpu", "cudnn": "gpu"}.get(choice, "auto")
-    config = load({"accelerator": accelerator, path: choice, **TOGETHER.get(path, {})})
+    beside = TOGETHER.get(path, {}) | TOGETHER.get(choice, {})
+    config = load({"accelerator": accelerator, path: choice, **beside})
     value = value_of(config, path)
     assert choice in (value if isinstance(value, tuple) else (value,))
 

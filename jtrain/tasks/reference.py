@@ -1,0 +1,248 @@
+"""The reference of a preference loss: a frozen copy, the base under adapters, another model; or a table of its numbers.
+
+Wherever it comes from, its parameters are arguments of a program of its own that runs before the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from jtrain.checkpoint import arrays, layout
+from jtrain.checkpoint.checkpoints import Checkpoints
+from jtrain.checkpoint.parameters import load_parameters
+from jtrain.data.cache import cache_folder
+from jtrain.data.loader import DataLoader
+from jtrain.data.rows import Batch, EvalRows, TrainRows
+from jtrain.data.tokenizers import Tokenizer
+from jtrain.errors import DataError
+from jtrain.models.config import DecoderConfig
+from jtrain.models.lora import projections
+from jtrain.parallel import processes
+from jtrain.tasks.loading import load_opened
+from jtrain.tasks.opened import open_model
+from jtrain.tasks.prepared import Added
+from jtrain.train.program import Program
+
+Scores = Callable[[nnx.Module, Any], Added]
+ReferenceFn = Callable[[Any, Any, Any], Added]
+"""`reference(batch, params, variables)` -> log-probabilities of a batch; params and variables are the policy's."""
+
+_PROBE = "The quick brown fox, 1234 times: naïve 東京 (x == y);\n"
+
+
+def base_reference(program: Program, scores: Scores) -> ReferenceFn:
+    """The policy without its adapters: no second model."""
+
+    def without_adapters(model: nnx.Module, batch: Any) -> Added:
+        for projection in projections(model).values():
+            projection.adapter = None
+        return scores(model, batch)
+
+    run = program.forward(without_adapters)
+    return lambda batch, params, variables: run(params, variables, batch)
+
+
+class FrozenCopy:
+    """The policy as it began, in the type that the step computes in.
+
+    Args:
+      program: of the run.
+      scores: what is computed with it.
+      params, variables: the policy's.
+    """
+
+    def __init__(self, program: Program, scores: Scores, params: Any, variables: Any):
+        # A copy: the step takes the policy's own buffers.
+        self.params = jax.jit(lambda tree: jax.tree.map(jnp.copy, program.plan.cast(tree)))(params)
+        self.variables = jax.tree.map(jnp.copy, variables)
+        self._run = program.forward(scores)
+
+    def __call__(self, batch: Any, params: Any, variables: Any) -> Added:
+        return self._run(self.params, self.variables, batch)
+
+    def save(self, run_dir: str) -> None:
+        """Writes RUN/reference, which a resume needs."""
+        with Checkpoints(folder_of(run_dir), best_metric=None, async_save=False) as checkpoints:
+            checkpoints.save(0, {"params": self.params, "variables": self.variables}, {})
+
+    @classmethod
+    def load(cls, program: Program, scores: Scores, run_dir: str, variables: Any) -> FrozenCopy:
+        """The copy that a run keeps.
+
+        Raises:
+          CheckpointError: it is missing or damaged.
+        """
+        cast = jax.eval_shape(program.plan.cast, program.plan.abstract.params)
+        places = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("device"), program.plan.abstract.params)
+        abstract = jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), cast, places
+        )
+        return cls(program, scores, load_parameters(folder_of(run_dir), abstract), variables)
+
+
+def folder_of(run_dir: str) -> epath.Path:
+    """Where a run keeps its frozen copy."""
+    return layout.run_path(run_dir) / "reference"
+
+
+def has_copy(run_dir: str) -> bool:
+    """Whether a run keeps a frozen copy."""
+    return bool(layout.finished_steps(layout.checkpoints_root(folder_of(run_dir))))
+
+
+class OtherModel:
+    """A model on disk as the reference, on the policy's mesh and in its computing type.
+
+    Args:
+      path: what `load_model` takes.
+      program: of the run.
+      scores: what is computed with it.
+      shape, tokenizer: the policy's.
+
+    Raises:
+      DataError: it has another vocabulary than the policy.
+      ConfigError, CheckpointError: there is no such model, or it is damaged.
+    """
+
+    def __init__(self, path: str, program: Program, scores: Scores, shape: DecoderConfig, tokenizer: Tokenizer):
+        opened = open_model(path)
+        if opened.decoder.vocab_size != shape.vocab_size:
+            raise DataError(
+                f"dpo.ref_model: {path} has a vocabulary of {opened.decoder.vocab_size}, the policy one of "
+                f"{shape.vocab_size}",
+                "Name a model with the policy's tokenizer: the same tokens are scored by both.",
+            )
+        theirs = opened.tokenizer()
+        if theirs is not None and theirs.encode_batch([_PROBE]) != tokenizer.encode_batch([_PROBE]):
+            raise DataError(
+                f"dpo.ref_model: {path} has another tokenizer than the policy: the same text has other tokens",
+                "Name a model with the policy's tokenizer: the same tokens are scored by both.",
+            )
+        dtype = jnp.dtype(program.precision.compute_dtype).name
+        loaded = load_opened(opened, dtype=dtype, mesh=program.mesh, rules=program.rules)
+        self.params = loaded.params
+        self._run = loaded.jit(scores)
+
+    def __call__(self, batch: Any, params: Any, variables: Any) -> Added:
+        return self._run(batch)
+
+
+# -- precomputed -------------------------------------------------------------------------------------------------------
+
+
+class ReferencedRows:
+    """Rows with the reference's log-probabilities, once these are known.
+
+    Args:
+      rows: a stream, or an evaluation's.
+
+    Attributes:
+      table: name -> [rows], in the order of the sources; None: not known yet, rows are as they are.
+    """
+
+    def __init__(self, rows: TrainRows | EvalRows):
+        self.plain = rows
+        self.sources, self.fingerprint = rows.sources, rows.fingerprint
+        self.buckets = rows.buckets
+        self.table: dict[str, np.ndarray] | None = None
+        self._offsets = np.cumsum([0, *(len(source) for source in rows.sources)])
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert isinstance(self.plain, TrainRows)  # an evaluation's rows have no other order
+        return self.plain.row_ids(indices)
+
+    def batch_length(self, indices: np.ndarray) -> int | None:
+        return self.plain.batch_length(indices)
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        batch = self.plain.rows(indices)
+        if self.table is None:
+            return batch
+        place = np.asarray(indices, np.int64)
+        if isinstance(self.plain, TrainRows):
+            source, row = self.plain.row_ids(place)
+            place = self._offsets[source] + row
+        past = place >= len(self)
+        for name, values in self.table.items():
+            batch[name] = np.where(past, 0.0, values[np.where(past, 0, place)]).astype(values.dtype)
+        return batch
+
+    def in_order(self) -> EvalRows:
+        """All rows once, in the order of the table."""
+        return EvalRows(self.sources, buckets=self.buckets)
+
+
+def compute_table(
+    rows: EvalRows, program: Program, reference: Callable[[Any], Added], size: int
+) -> dict[str, np.ndarray]:
+    """One pass over rows: the reference's log-probabilities, name -> [rows] on the host of every process.
+
+    Args:
+      rows: in order.
+      program: whose mesh is used.
+      reference: of a batch; returns name -> [1, b].
+      size: rows of a batch.
+    """
+    found: list[dict[str, np.ndarray]] = []
+    with DataLoader(rows, global_batch_size=size, sharding=program.batch_sharding, prefetch=1) as loader:
+        for index in range(-(-len(rows) // size)):
+            logps = {name: x[0] for name, x in reference(loader[index]).items()}
+            found.append(multihost_utils.process_allgather(logps, tiled=True))
+    return {name: np.concatenate([part[name] for part in found])[: len(rows)] for name in found[0]}
+
+
+def model_digest(params: Any) -> str:
+    """A digest of all weights: the same on every mesh, since sums of integers do not mind their order."""
+
+    def one(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)
+        mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x9E3779B1)
+        return jnp.stack(
+            [(mixed * (place * jnp.uint32(2) + 1)).sum(), (mixed ^ (place * jnp.uint32(0x85EBCA6B))).sum()]
+        )
+
+    sums = jax.device_get(jax.jit(lambda tree: jax.tree.map(one, tree))(arrays.flatten(params)))
+    return hashlib.blake2b(repr({k: v.tolist() for k, v in sorted(sums.items())}).encode(), digest_size=16).hexdigest()
+
+
+def table_path(cache_dir: str | None, *identity: object) -> Path:
+    """Where the table of this model on these rows is kept between runs."""
+    key = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    return cache_folder(cache_dir) / "reference" / f"{key}.npz"
+
+
+def read_table(path: Any, names: tuple[str, ...], rows: int) -> dict[str, np.ndarray] | None:
+    """A table that is there and whole, else None."""
+    try:
+        with epath.Path(path).open("rb") as file, np.load(file, allow_pickle=False) as found:
+            table = {name: found[name] for name in names}
+    except (OSError, ValueError, KeyError):
+        return None
+    return table if all(values.shape == (rows,) for values in table.values()) else None
+
+
+def write_table(path: Any, table: dict[str, np.ndarray]) -> None:
+    """Writes a table, by process 0; a cache that can't be written is none."""
+    if not processes.is_main():
+        return
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.parent / f"{path.name}.tmp-{os.getpid()}"
+    with made.open("wb") as file:
+        np.savez(file, **table)  # type: ignore[arg-type]
+    made.rename(path)

@@ -1,5 +1,6 @@
 """Decoding from a cache against a full forward pass for every token, for every kind of cache."""
 
+import dataclasses
 import weakref
 
 import jax
@@ -8,8 +9,11 @@ import pytest
 
 from jtrain.models.config import DecoderConfig
 from jtrain.models.decoding import Request, generate, resume
+from jtrain.models.lora import Lora
 from jtrain.models.rope_scaling import RopeScaling
 from jtrain.ops.sampling import Sampling
+from jtrain.tasks.adapters import decoder_factory
+from jtrain.train.model import functional_model
 from jtrain.train.step import make_forward
 from tests.models.random_weights import random_model
 
@@ -133,7 +137,25 @@ def model_of(models, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_log_probabilities_are_those_of_full_forward_passes(models, kind):
-    model = model_of(models, kind)
+    check_against_full_passes(model_of(models, kind))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("more", ({}, {"dora": True}, {"quantization": "int8"}))
+def test_adapters_and_quantised_kernels_take_part(more):
+    """Latent attention takes the kernel of keys and values apart: with what stands beside it."""
+    shape = DecoderConfig(**BASE | KINDS["latent"] | {"initializer_range": 0.4})
+    base = random_model(shape)
+    model = functional_model(decoder_factory(shape, Lora(rank=2, **more)))
+    params, variables = model.init(jax.random.key(0))
+    generator = np.random.default_rng(1)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, a: generator.normal(size=a.shape).astype(a.dtype) if "lora_b" in str(path) else a, params
+    )
+    check_against_full_passes(dataclasses.replace(base, model=model, params=params, variables=variables))
+
+
+def check_against_full_passes(model):
     state = decoded(model)
     ids, logprobs = np.asarray(state.ids), np.asarray(state.logprobs)
     whole = np.zeros((3, SLOTS + NEW), np.int32)

@@ -264,6 +264,8 @@ def test_a_sample_is_text_and_the_same_for_the_same_seed(trained):
     sample = trained.sample("the quick", max_new_tokens=6, seed=1)
     assert isinstance(sample, str) and sample == trained.sample("the quick", max_new_tokens=6, seed=1)
     assert len(trained.sample("the quick", max_new_tokens=40, temperature=0.0)) <= 40
+    together = trained.generate(["the quick", "a"], max_new_tokens=6, temperature=0.7, seed=1)
+    assert together[0].text == sample and len(together[1].logprobs) == len(together[1].ids)
 
 
 @pytest.mark.parametrize("use_ema", (True, False))

@@ -111,11 +111,10 @@ class Program:
         return self._begin_with(weights)
 
     def _begin_with(self, weights: InitialWeights) -> TrainState:
-        fresh = self.init()
-        wanted, drawn = arrays.flatten(self.plan.abstract.params), arrays.flatten(fresh.params)
-        drawn = {path: leaf for path, leaf in drawn.items() if not weights.fills(path)}
-        # The drawn parameters are freed before the others are read.
-        fresh = dataclasses.replace(fresh, params=None, ema=None, across=None)
+        wanted = arrays.flatten(self.plan.abstract.params)
+        rest = arrays.unflatten(self.plan.abstract.params, {path: not weights.fills(path) for path in wanted})
+        fresh = init_state(self.model, self.tx, self.plan, seed=self.config.seed, drawn=rest)
+        drawn = arrays.flatten(fresh.params)
         loaded, variables = weights.load(
             {path: leaf for path, leaf in wanted.items() if path not in drawn}, arrays.flatten(fresh.variables)
         )

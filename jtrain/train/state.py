@@ -196,8 +196,19 @@ def _stored(model: FunctionalModel, precision: Precision) -> Any:
     return params
 
 
-def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: StatePlan, *, seed: int) -> TrainState:
-    """The initial state, every array born in its shards. The same bits on every mesh."""
+def init_state(
+    model: FunctionalModel, tx: optax.GradientTransformation, plan: StatePlan, *, seed: int, drawn: Any = None
+) -> TrainState:
+    """The initial state, every array born in its shards. The same bits on every mesh.
+
+    Args:
+      model: the split model.
+      tx: the optax chain whose state the plan holds.
+      plan: the state's layout.
+      seed: of the run.
+      drawn: tree of bools: the parameters that are wanted. The others, which come from elsewhere, are neither drawn nor
+        in the result (None), and nor are the average and `across`, which begin with them. None: all of it.
+    """
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, plan.abstract.params)
 
     def create() -> TrainState:
@@ -207,16 +218,19 @@ def init_state(model: FunctionalModel, tx: optax.GradientTransformation, plan: S
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
-            params=params,
+            params=params if drawn is None else select(params, drawn),
             opt_state=tx.init(trained) if across is None else across.init_optimizer(tx, trained),
             variables=variables,
             loss_scale=None if plan.abstract.loss_scale is None else LossScale.create(),
-            ema=None if plan.abstract.ema is None else _float32(trained),
-            across=None if across is None else across.begin(params),
+            ema=None if plan.abstract.ema is None or drawn is not None else _float32(trained),
+            across=None if across is None or drawn is not None else across.begin(params),
         )
 
+    places = plan.shardings
+    if drawn is not None:
+        places = dataclasses.replace(places, params=select(places.params, drawn), ema=None, across=None)
     options = compiler_options(plan.mesh.devices.flat[0].platform, run_once=True)
-    return jax.jit(create, out_shardings=plan.shardings, compiler_options=options)()
+    return jax.jit(create, out_shardings=places, compiler_options=options)()
 
 
 def _with(shapes: Any, places: Any) -> Any:

@@ -53,10 +53,10 @@ def test_inspect_shows_a_batch_with_its_mask(tmp_path, capsys):
     arguments = ["inspect", "sft-tiny", "--data.cache_dir", str(tmp_path), "--rows", "1"]
     assert data.run(arguments) == 0
     text = capsys.readouterr().out
-    assert "450 examples: messages; the assistant's turns are learned" in text
+    assert "1,357 examples: messages; the assistant's turns are learned" in text
     assert "[[<bos><|user|>" in text and "<|assistant|>]]" in text
     assert data.run([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    (segment,) = found["examples"][0]["segments"]
+    segment = found["examples"][0]["segments"][0]
     assert [span["target"] for span in segment] == [False, True]
     assert segment[0]["text"].startswith("<bos><|user|>In hacker slang")

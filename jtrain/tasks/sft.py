@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jtrain.config.schema import Config
+from jtrain.data.chat import load_chat_template
 from jtrain.data.rows import EvalRows, TrainRows
 from jtrain.data.sft import counts
 from jtrain.tasks.language import LanguageTrainer
@@ -35,6 +36,12 @@ class SFTTrainer(LanguageTrainer):
             packing_efficiency=True,
             noise_alpha=config.sft.neftune_noise_alpha,
         )
+
+    def read_data(self, config: Config, train: Any, held_out: Any) -> tuple[Any, Any]:
+        if config.data.chat_template is not None:  # what `generate` is to prompt with as well
+            template = load_chat_template(self.tokenizer, config.data.chat_template)
+            self.tokenizer.chat_templates = {**self.tokenizer.chat_templates, "default": template.source}
+        return super().read_data(config, train, held_out)
 
     def summary(self) -> list[str]:
         return [*super().summary(), *(f"{name}: {line}" for name, line in self._examples())]

@@ -159,6 +159,17 @@ def test_a_run_logs_trls_figures_under_trls_names(folder, tmp_path):
     assert any("6 examples (messages; the assistant's turns are learned)" in text for text in trainer.summary())
 
 
+def test_prompts_are_rendered_by_the_template_that_is_trained(folder, tmp_path):
+    from jtrain.tasks.generation_request import prompt_ids
+
+    other = tmp_path / "other.jinja"
+    other.write_text("{% for m in messages %}{{ 'w7 ' ~ m.content ~ ' ' }}{% endfor %}")
+    config = settings(tmp_path, max_steps=1, **{"data.chat_template": str(other)})
+    trainer = SFTTrainer(config, model=str(folder), train_dataset=GOLDENS["data"]["messages"])
+    trained = trainer.train_rows[0]["input_ids"][0]
+    assert prompt_ids(trainer.tokenizer, [{"role": "user", "content": "w1"}])[0] == trained == 16  # w7
+
+
 def test_ids_and_masks_of_200_chats_are_those_of_transformers(tmp_path):
     import lzma
 
@@ -191,6 +202,23 @@ def test_packed_and_padded_rows_and_rows_one_by_one_have_one_loss_and_gradient(f
         for name in ("loss", "entropy", "mean_token_accuracy"):
             assert float(found[name]) == pytest.approx(float(whole[name]), abs=2e-6), name
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found["gradients"], whole["gradients"])
+
+
+def test_labels_are_shifted_once():
+    """A model that knows that t is followed by t + 1 has no loss; shifted twice, or not at all, it would have."""
+
+    class Counting:
+        def hidden(self, ids, **_):
+            return jax.nn.one_hot(ids, 12) * 50.0
+
+        def head(self):
+            return jnp.roll(jnp.eye(12), 1, axis=1)
+
+    ids = jnp.arange(10)[None]
+    batch = {"input_ids": ids, "labels": ids.at[0, :4].set(IGNORE), "row": jnp.zeros(1, jnp.int32)}
+    batch |= {"segment_ids": jnp.ones_like(ids), "position_ids": ids}
+    loss = next_token_loss()(Counting(), batch, None)
+    assert float(loss.sum) < 1e-6 and float(loss.count) == 6
 
 
 # -- NEFTune ----------------------------------------------------------------------------------------------------------

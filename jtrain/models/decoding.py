@@ -45,6 +45,7 @@ class Request(NamedTuple):
       how: how a token is chosen.
       stop: int32 [E], tokens that end a row; -1 is none.
       limit: int32 scalar, new tokens at most; M or less.
+      length: int32 [B], tokens of each row with all new ones that it may get: rotary factors may depend on it.
     """
 
     start: jax.Array
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     how: Sampling
     stop: jax.Array
     limit: jax.Array
+    length: jax.Array
 
 
 class State(NamedTuple):
@@ -82,7 +84,6 @@ def generate(
     request: Request,
     *,
     new_tokens: int,
-    length: int = 0,
     views: Any = None,
 ) -> State:
     """Reads the prompts and draws tokens until all rows have ended, or `request.limit`.
@@ -93,11 +94,10 @@ def generate(
       ended_B: rows that are no prompts.
       request: what is asked for.
       new_tokens: M.
-      length: of the rows with their new tokens, for rotary factors that depend on it; 0: L + M.
       views: parameters of every layer, see `_Stack`; None scans over them.
     """
     prompt = ids_BL.shape[1]
-    run = _Run(model, request, prompt, new_tokens, length, views)
+    run = _Run(model, request, prompt, new_tokens, views)
     logits, cache = run.read(ids_BL)
     rows = ids_BL.shape[0]
     seen = None
@@ -124,7 +124,6 @@ def resume(
     request: Request,
     *,
     prompt: int,
-    length: int = 0,
     views: Any = None,
 ) -> State:
     """Draws further tokens, up to a higher `request.limit`; `state.ended` may name rows that are to end.
@@ -134,20 +133,18 @@ def resume(
       state: what it returned.
       request: the same but for its limit.
       prompt: L.
-      length: as for `generate`.
       views: as for `generate`.
     """
-    return _Run(model, request, prompt, state.ids.shape[1], length, views).until_limit(state)
+    return _Run(model, request, prompt, state.ids.shape[1], views).until_limit(state)
 
 
 class _Run:
     """One trace of a generation."""
 
-    def __init__(self, model: Decoder, request: Request, prompt: int, new_tokens: int, length: int, views: Any):
+    def __init__(self, model: Decoder, request: Request, prompt: int, new_tokens: int, views: Any):
         config = model.config
         self.model, self.request, self.prompt = model, request, prompt
         self.slots = prompt + new_tokens
-        self.length = length or self.slots
         leading = config.first_k_dense_replace if config.num_experts else 0
         bias = model.router_bias[...] if config.num_experts and config.router_bias else None
         of_experts = config.num_experts > 0
@@ -166,7 +163,7 @@ class _Run:
         live = (slot >= self.request.start[:, None]).astype(jnp.int32)
         positions = jnp.maximum(slot - self.request.start[:, None], 0)
         x = self.model.embed(ids_BL, positions)
-        kinds = LayerKinds(self.model.config, positions, x.dtype, length=self.length)
+        kinds = LayerKinds(self.model.config, positions, x.dtype, length=self.request.length)
         cache = []
         for stack in self.stacks:
             x, written = stack.read(x, kinds, live)
@@ -204,7 +201,7 @@ class _Run:
         last = jax.lax.dynamic_slice_in_dim(state.ids, state.count - 1, 1, axis=1)
         positions = slot - self.request.start[:, None]
         x = self.model.embed(jnp.maximum(last, 0), positions)
-        kinds = LayerKinds(self.model.config, positions, x.dtype, length=self.length)
+        kinds = LayerKinds(self.model.config, positions, x.dtype, length=self.request.length)
         live = (~state.ended).astype(jnp.int32)[:, None]  # ended rows keep no expert busy
         entries = []
         for stack, cache in zip(self.stacks, state.cache, strict=True):

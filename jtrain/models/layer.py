@@ -131,10 +131,17 @@ class LayerKinds:
       config: the decoder.
       position_ids_BL: position of each token.
       dtype: the compute type.
-      length: L of the row, where it is not that of the positions.
+      length: tokens of each row [B], where these are not all of them.
     """
 
-    def __init__(self, config: DecoderConfig, position_ids_BL: jax.Array, dtype: jnp.dtype, *, length: int = 0):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        position_ids_BL: jax.Array,
+        dtype: jnp.dtype,
+        *,
+        length: jax.Array | None = None,
+    ):
         self.windows, windows = _distinct(config.windows)
         ropes, places = _distinct(config.rope_kinds)
         tables = []

@@ -96,7 +96,12 @@ def _longrope_factor(scaling: RopeScaling) -> float:
 
 
 def rope_tables(
-    config: DecoderConfig, position_ids_BL: jax.Array, dtype: jnp.dtype, *, kind: str = "global", length: int = 0
+    config: DecoderConfig,
+    position_ids_BL: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    kind: str = "global",
+    length: jax.Array | None = None,
 ) -> Rope:
     """Cosine and sine of every phase.
 
@@ -107,14 +112,22 @@ def rope_tables(
       position_ids_BL: position of each token.
       dtype: the compute type; float64 gives float64 tables, all others float32.
       kind: `global` or `local`, see `inverse_frequencies`; `none` turns nothing.
-      length: L, tokens of the row; by default that of the positions.
+      length: tokens of each row [B]; by default L, that of the positions.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     if kind == "none":
         shape = (*position_ids_BL.shape, config.rotary_size // 2)
         return Rope(jnp.ones(shape, wide), jnp.zeros(shape, wide))
-    frequencies, factor = inverse_frequencies(config, kind=kind, length=length or position_ids_BL.shape[1])
-    phase = position_ids_BL[..., None].astype(wide) * jnp.asarray(frequencies, wide)
+    frequencies, factor = inverse_frequencies(config, kind=kind, length=position_ids_BL.shape[1])
+    turned = jnp.asarray(frequencies, wide)
+    scaling = config.rope_scaling
+    if length is not None and scaling is not None and scaling.rope_type == "longrope":
+        short, long = (
+            jnp.asarray(inverse_frequencies(config, kind=kind, length=scaling.original_length + more)[0], wide)
+            for more in (0, 1)
+        )
+        turned = jnp.where(length[:, None, None] > scaling.original_length, long, short)
+    phase = position_ids_BL[..., None].astype(wide) * turned
     cos, sin = jnp.cos(phase), jnp.sin(phase)
     return Rope(cos, sin) if factor == 1.0 else Rope(cos * factor, sin * factor)
 

@@ -115,7 +115,6 @@ class _Shape(NamedTuple):
 
     prompt: int
     new: int
-    length: int
 
 
 class Generator:
@@ -192,7 +191,7 @@ class Generator:
         stream: Stream | None,
     ) -> list[Generation]:
         limit, longest = options.max_new_tokens, max(map(len, prompts))
-        shape = _Shape(rounded_length(longest), rounded_length(limit), self._length(longest + limit))
+        shape = _Shape(rounded_length(longest), rounded_length(limit))
         rows = -(-len(prompts) // self._ranks) * self._ranks
         if self._views is not None:
             # XLA's CPU backend writes loops of its own for a product with one row: slower than its library with two,
@@ -213,6 +212,7 @@ class Generator:
             how=options.sampling(),
             stop=np.asarray([*stop] or [-1], np.int32),
             limit=np.int32(limit),
+            length=shape.prompt - start + np.int32(limit),
         )
         request, top_k = request._replace(how=request.how._replace(top_k=None)), request.how.top_k
         texts = [RowText(self._tokenizer, prompt, options.stop) for prompt in prompts]
@@ -256,24 +256,17 @@ class Generator:
             for row, (text, length) in enumerate(zip(texts, lengths, strict=True))
         ]
 
-    def _length(self, total: int) -> int:
-        """What rotary factors depend on that are others in long rows; 0 where there are none."""
-        scaling = self._decoder.rope_scaling
-        if scaling is None or scaling.rope_type != "longrope":
-            return 0
-        return scaling.original_length + (total > scaling.original_length)
-
     def _start(self, shape: _Shape, top_k: int | None) -> Callable[..., State]:
         def run(module: Any, ids: jax.Array, ended: jax.Array, request: Request, views: Any) -> State:
             request = request._replace(how=request.how._replace(top_k=top_k))
-            return decode(module, ids, ended, request, new_tokens=shape.new, length=shape.length, views=views)
+            return decode(module, ids, ended, request, new_tokens=shape.new, views=views)
 
         return self._jitted("generate", shape, top_k, run)
 
     def _resume(self, shape: _Shape, top_k: int | None) -> Callable[..., State]:
         def run(module: Any, state: State, request: Request, views: Any) -> State:
             request = request._replace(how=request.how._replace(top_k=top_k))
-            return decode_on(module, state, request, prompt=shape.prompt, length=shape.length, views=views)
+            return decode_on(module, state, request, prompt=shape.prompt, views=views)
 
         return self._jitted("resume", shape, top_k, run)
 

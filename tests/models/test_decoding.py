@@ -96,6 +96,7 @@ def request(limit=NEW, how=None, stop=-1):
         how=how or Sampling(),
         stop=np.asarray([stop], np.int32),
         limit=np.int32(limit),
+        length=np.asarray(SIZES, np.int32) + NEW,
     )
 
 

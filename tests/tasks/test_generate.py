@@ -217,14 +217,19 @@ def test_programs_are_few_and_go_with_the_model(model):
     assert len(module._generators) == before
 
 
-@pytest.mark.grid
-def test_longrope_takes_the_factors_of_the_longest_row():
+def test_longrope_takes_the_factors_of_every_row_by_itself():
     scaling = RopeScaling(
         rope_type="longrope", factor=4.0, original_length=16, short_factor=(1.0, 1.0), long_factor=(1.0, 4.0)
     )
     model = random_model(SHAPE.replace(rope_scaling=scaling, sliding_window=None, layer_types=None))
-    prompt = list(range(10))
-    short, long = generate(model, prompt, max_new_tokens=6)[0], generate(model, prompt, max_new_tokens=12)[0]
-    expected = np.asarray(jax.nn.log_softmax(model([prompt])))[0, -1]
-    assert expected.argmax() == short.ids[0] and abs(expected.max() - short.logprobs[0]) < 1e-5
-    assert short.logprobs[0] != long.logprobs[0]
+    prompts = [list(range(10)), list(range(11))]  # with six tokens 16 and 17
+    together = generate(model, prompts, max_new_tokens=6)
+    for prompt, length, found in zip(prompts, (10, 17), together, strict=True):
+        # A row of more than 16 tokens has the long factors, and no token sees what is behind it.
+        row = prompt + [0] * (length - len(prompt))
+        expected = np.asarray(jax.nn.log_softmax(model([row])))[0, len(prompt) - 1]
+        assert expected.argmax() == found.ids[0] and abs(expected.max() - found.logprobs[0]) < 1e-5
+    alone = generate(model, prompts[0], max_new_tokens=6)[0]
+    assert alone.ids == together[0].ids
+    np.testing.assert_allclose(alone.logprobs, together[0].logprobs, atol=1e-5)
+    assert generate(model, prompts[0], max_new_tokens=12)[0].logprobs[0] != alone.logprobs[0]

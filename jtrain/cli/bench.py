@@ -19,17 +19,20 @@ FIGURES = {
     "startup": "process start to the end of the first step, cold and with the compile cache",
     "hlo": "lines of the compiled step at 32 layers against 4",
     "decode": "tokens/s of generate on --model, for 1 and 8 rows, against transformers where --peer has it",
+    "sft": "tokens/s of SFT on --model, against TRL's SFTTrainer where --peer has it",
     "mfu": "a training step of --preset on the devices at hand: tokens/s, TFLOP/s, MFU",
 }
-USAGE = "jtrain bench [FIGURE...] [--preset NAME] [--model MODEL] [--peer PYTHON] [--json]"
-_KINDS = {"preset": str, "model": str, "peer": str, "json": bool}
+USAGE = "jtrain bench [FIGURE...] [--preset NAME] [--model MODEL] [--peer PYTHON] [--task TASK] [--json]"
+_KINDS = {"preset": str, "model": str, "peer": str, "task": str, "json": bool}
 HELP = f"""usage: {USAGE}
 
 Measures and prints; all figures unless some are named.
 
   --preset  what mfu trains (llama-tiny)
-  --model   what decode generates with: whatever jtrain generate takes (smollm2-135m, random weights)
-  --peer    an interpreter with transformers and torch (JTRAIN_BENCH_PEER; this one, if it has them)
+  --model   what decode generates with: whatever jtrain generate takes (smollm2-135m, random weights); what sft trains:
+            a folder with a chat template (the bundled tiny one)
+  --peer    an interpreter with transformers, trl and torch (JTRAIN_BENCH_PEER; for decode this one, if it has them)
+  --task    a figure by its task: --task sft is sft
 
 """ + "\n".join(f"  {name:<9} {text}" for name, text in FIGURES.items())
 
@@ -41,6 +44,7 @@ def run(args: list[str]) -> int:
         return 0
     names, options = parse(args, USAGE, ("FIGURE",) * len(FIGURES), _KINDS, optional=len(FIGURES))
     as_json = options.get("json", False)
+    names += [options["task"]] if "task" in options else []
     for name in names:
         if name not in FIGURES:
             meant = nearest(name, FIGURES)
@@ -48,6 +52,7 @@ def run(args: list[str]) -> int:
             raise ConfigError(f"bench: {name!r} is no figure", f"Did you mean {meant!r}? {known}" if meant else known)
     arguments_of = {
         "mfu": (options.get("preset", "llama-tiny"),),
+        "sft": (options.get("model"), options.get("peer")),
         "decode": (options.get("model", "smollm2-135m"), options.get("peer")),
     }
     from jtrain.cli import figures

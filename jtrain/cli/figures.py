@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain import Callback, Checkpoints, DataLoader, PretrainTrainer, Trainer, load_config, make_mesh
 from jtrain.cli.decode_figure import decode
+from jtrain.cli.sft_figure import sft
 from jtrain.data.packing import plan_rows
 from jtrain.data.rows import PackedRows, TrainRows
 from jtrain.data.store import TokenStore
@@ -34,7 +35,7 @@ from jtrain.models.presets import preset as shape_of
 from jtrain.tasks.pretrain import pretrain_loss
 from jtrain.train.program import build_program, mesh_and_batch
 
-__all__ = ["decode", "help", "hlo", "loader", "mfu", "save", "startup", "trainer"]
+__all__ = ["decode", "help", "hlo", "loader", "mfu", "save", "sft", "startup", "trainer"]
 Figures = dict[str, dict[str, Any]]
 _TURNS, _STEPS = 12, 5
 _SAVE_BYTES = 512 * 2**20

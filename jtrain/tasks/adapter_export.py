@@ -100,7 +100,7 @@ def _compare(written: peft.Adapters, read: peft.Adapters, share: float, shapes: 
 
 def _modules(
     decoder: DecoderConfig, family: Family
-) -> tuple[dict[str, tuple[tuple[int, ...], int]], dict[str, int], list[peft._Module]]:
+) -> tuple[dict[str, tuple[tuple[int, ...], int]], dict[str, int], list[peft.Module]]:
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def look() -> None:

@@ -124,7 +124,7 @@ def test_what_is_read_makes_the_same_change_and_lesser_ranks_are_filled_up(tmp_p
         "r": 5,
         "lora_alpha": 10,
         "rank_pattern": {"q_proj": RANK},
-        "alpha_pattern": {"q_proj": 6.0},
+        "alpha_pattern": {".*q_proj": 6.0, "q_proj": 9.0},  # regular expressions; the first one counts
     }
     tensors = load_file(written(tmp_path / "x", files) / peft.WEIGHTS)
     rng = np.random.default_rng(1)
@@ -153,6 +153,9 @@ def test_adapters_of_some_projections_of_a_fused_module_can_not_be_dora():
 @pytest.mark.parametrize("change, error, words", [
     ({"bias": "all"}, ConfigError, ["bias: 'all'", "merge_and_unload"]),
     ({"peft_type": "IA3"}, ConfigError, ["peft_type: 'IA3'"]),
+    ({"r": 0}, ConfigError, ["r: 0"]),
+    ({"lora_alpha": None}, ConfigError, ["lora_alpha: None"]),
+    ({"alpha_pattern": {"(": 1}}, ConfigError, ["alpha_pattern"]),
     ({"modules_to_save": ["lm_head"]}, ConfigError, ["modules_to_save"]),
     ("no weights", ConfigError, ["only a pickle", "safe_serialization=True"]),
     ("no config", ConfigError, ["holds no adapter_config.json"]),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class _Part(NamedTuple):
     rows: np.ndarray
 
 
-class _Module(NamedTuple):
+class Module(NamedTuple):
     """A linear module of the Hugging Face model.
 
     Attributes:
@@ -58,7 +59,7 @@ class _Module(NamedTuple):
     conv1d: bool
 
 
-def modules(tensors: Iterable[Tensor], shapes: Mapping[str, tuple[tuple[int, ...], int]]) -> list[_Module]:
+def modules(tensors: Iterable[Tensor], shapes: Mapping[str, tuple[tuple[int, ...], int]]) -> list[Module]:
     """The modules that hold projections.
 
     Args:
@@ -75,7 +76,7 @@ def modules(tensors: Iterable[Tensor], shapes: Mapping[str, tuple[tuple[int, ...
         rows, columns, conv1d = known[tuple(paths)]
         parts = tuple(_Part(path, slot.index, row) for path, slot, row in zip(paths, tensor.slots, rows, strict=True))
         outputs = tensor.shape[1 if conv1d else 0]
-        found.append(_Module(tensor.key.removesuffix(".weight"), parts, columns, outputs, conv1d))
+        found.append(Module(tensor.key.removesuffix(".weight"), parts, columns, outputs, conv1d))
     return found
 
 
@@ -104,7 +105,7 @@ def _places(tensor: Tensor, shapes: list[tuple[tuple[int, ...], int]]) -> tuple[
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
-def adapter_files(lora: Lora, adapters: Adapters, found: list[_Module], base: str | None) -> dict[str, bytes]:
+def adapter_files(lora: Lora, adapters: Adapters, found: list[Module], base: str | None) -> dict[str, bytes]:
     """Name -> content of the files of an adapter folder.
 
     Args:
@@ -118,7 +119,7 @@ def adapter_files(lora: Lora, adapters: Adapters, found: list[_Module], base: st
     """
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
-    used: list[_Module] = []
+    used: list[Module] = []
     for module in found:
         own = [part for part in module.parts if f"{part.path}/lora_a" in adapters]
         if not own:
@@ -153,7 +154,7 @@ def adapter_files(lora: Lora, adapters: Adapters, found: list[_Module], base: st
 
 
 def _config(
-    lora: Lora, used: list[_Module], found: list[_Module], ranks: dict[str, int], base: str | None
+    lora: Lora, used: list[Module], found: list[Module], ranks: dict[str, int], base: str | None
 ) -> dict[str, Any]:
     names = sorted({module.name.rpartition(".")[2] for module in used})
     alike = all(module in used for module in found if module.name.rpartition(".")[2] in names)
@@ -227,6 +228,19 @@ class AdapterFolder:
                     f"{self.path}: {CONFIG} has {field}: {config[field]!r}, and jtrain reads {values[0]!r}",
                     "merge the adapter with PEFT (merge_and_unload) and load the result",
                 )
+        for field in ("r", "lora_alpha"):
+            value = config.get(field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{self.path}: {CONFIG} has {field}: {value!r}", "write a number above 0")
+        try:
+            for pattern, value in (config.get("alpha_pattern") or {}).items():
+                re.compile(pattern)
+                float(value)
+        except (AttributeError, TypeError, ValueError, re.error) as error:
+            raise ConfigError(
+                f"{self.path}: {CONFIG} has alpha_pattern: {config['alpha_pattern']!r}",
+                "write {pattern of a module's name: number}",
+            ) from error
 
     def lora(self, **changes: Any) -> Lora:
         """The settings: the largest rank of any module, with the scale of that rank."""
@@ -246,15 +260,16 @@ class AdapterFolder:
     def _scale(self, module: str, rank: int) -> float:
         """Of A B in a module: alpha over its rank, with what `alpha_pattern` says about it."""
         alpha = float(self.config["lora_alpha"])
-        for name, value in (self.config.get("alpha_pattern") or {}).items():
-            if module == name or module.endswith(f".{name}"):
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):  # as PEFT's get_pattern_key: the first that matches
                 alpha = float(value)
+                break
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def adapters(
         self,
         lora: Lora,
-        found: list[_Module],
+        found: list[Module],
         shapes: Mapping[str, tuple[tuple[int, ...], int]],
         layers: Mapping[str, int],
     ) -> Adapters:
@@ -294,6 +309,10 @@ class AdapterFolder:
                 mine_a[:, :rank] = a[:, module.columns].T
                 mine_b[:rank] = b[part.rows].T * np.float32(share)
                 if lora.dora:
+                    if key + _M not in self.tensors:
+                        raise CheckpointError(
+                            f"{self.path}: use_dora, and {key} has no magnitude", "give the adapter as PEFT wrote it"
+                        )
                     lengths = self.tensors[key + _M].ravel()[part.rows].reshape(shape[inputs:])
                     whole = (layers[part.path], *shape[inputs:])
                     arrays.setdefault(f"{part.path}/lora_magnitude", np.zeros(whole, np.float32))[part.layer] = lengths

@@ -39,8 +39,8 @@ class GenerateOptions:
 
         if self.max_new_tokens < 1:
             refuse("max_new_tokens", "write a number of at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            refuse("temperature", "write 0 for the likeliest token, or a positive number")
+        if self.temperature != 0.0 and not 1e-6 <= self.temperature < float("inf"):  # below, scores would overflow
+            refuse("temperature", "write 0 for the likeliest token, or a number from 1e-6 on")
         if self.top_k < 0:
             refuse("top_k", "write 0 for all tokens, or how many stay")
         if not 0.0 < self.top_p <= 1.0:
@@ -87,6 +87,8 @@ def as_prompts(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+        raise DataError(f"generate: prompts are {prompts!r}", _FORMS)
     items = [item.tolist() if isinstance(item, np.ndarray | jax.Array) else item for item in prompts]
     if items and all(isinstance(item, int | np.integer) for item in items):
         return [items]

@@ -6,6 +6,7 @@ tyro is imported when there are flags to parse or a help page to print.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -163,7 +164,9 @@ def parse(flags: Iterable[Flag], weaker: Layer) -> Config:
     except SystemExit:
         validate(whole)  # one short message, where tyro prints a page
         raise ConfigError("the flags can't be read", page.getvalue().strip()) from None
-    return rules.check(config)
+    # tyro sets every field. What nobody said stays unset: a model may fill it in (its own limit as max_length).
+    said = {path: functools.reduce(getattr, path.split("."), config) for path in whole.values}
+    return rules.check(validate(Layer(said, whole.origin)))
 
 
 def print_help(prog: str, default: Config) -> None:

@@ -97,3 +97,10 @@ def test_the_help_page_lists_every_field_by_section_with_its_meaning(capsys):
         assert info.description, f"{path} has no description"
     assert all(f"{section} options" in page for section in sections())
     assert "default: 77" in page
+
+
+def test_flags_leave_unset_what_nobody_said():
+    """A model fills in what is unset, such as its own limit as max_length."""
+    config = load_config({"seed": 3}, ["--max_steps", "5", "--mesh.fsdp", "2"], {})
+    assert config.model_fields_set == {"seed", "max_steps", "mesh"}
+    assert config.mesh.model_fields_set == {"fsdp"}

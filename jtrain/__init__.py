@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jtrain.tasks.generate import Generation, generate
     from jtrain.tasks.loading import load_model
     from jtrain.tasks.pretrain import PretrainTrainer
+    from jtrain.tasks.reward import RewardTrainer
     from jtrain.tasks.sft import SFTTrainer
     from jtrain.train.callbacks import Callback
     from jtrain.train.history import History
@@ -43,6 +44,7 @@ _WHERE = {
     "JtrainError": "errors",
     "Loss": "train.loss",
     "PretrainTrainer": "tasks.pretrain",
+    "RewardTrainer": "tasks.reward",
     "SFTTrainer": "tasks.sft",
     "TrainState": "train.state",
     "Trainer": "train.trainer",
@@ -70,6 +72,7 @@ __all__ = [
     "JtrainError",
     "Loss",
     "PretrainTrainer",
+    "RewardTrainer",
     "SFTTrainer",
     "TrainState",
     "Trainer",

@@ -161,6 +161,7 @@ ALIASES: dict[str, Alias] = {
         Alias("chat_template_path", "data.chat_template", _TRL),
         Alias("completion_only_loss", "sft.completion_only_loss", _TRL),
         Alias("assistant_only_loss", "sft.assistant_only_loss", _TRL),
+        Alias("center_rewards_coefficient", "reward.center_rewards_coefficient", _TRL),
         Alias("neftune_noise_alpha", "sft.neftune_noise_alpha", _HF),
         *(
             Alias(name, f"dpo.{name}", _TRL)
@@ -189,7 +190,7 @@ ALIASES: dict[str, Alias] = {
 }
 
 NOT_BUILT = {
-    "task": ("reward", "grpo", "ppo", "distill"),
+    "task": ("grpo", "ppo", "distill"),
     "strategy": ("auto",),
     "mesh": ("auto",),
 }

@@ -89,8 +89,8 @@ def check_dpo(config: Config) -> None:
             "often as right say nothing",
             "Write a number below 0.5.",
         )
-    if config.task == "dpo" and config.data.packing != "none":
+    if config.task in ("dpo", "reward") and config.data.packing != "none":
         raise ConfigError(
-            f"data.packing: {config.data.packing} with task: dpo, which has a pair in a row",
+            f"data.packing: {config.data.packing} with task: {config.task}, which has a pair in a row",
             "Write data.packing: none, or leave it out.",
         )

@@ -380,6 +380,13 @@ class DpoConfig(Section):
     """Trains without dropout, also that of adapters: else a policy that equals its reference differs from it."""
 
 
+class RewardConfig(Section):
+    center_rewards_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of (chosen + rejected reward)^2, which keeps rewards around 0 (Eisenstein et al. 2023: 0.01); 0: none."""
+    disable_dropout: bool = True
+    """Trains without dropout, also that of adapters."""
+
+
 class SftConfig(Section):
     completion_only_loss: Literal["auto"] | bool = "auto"
     """Whether only completions are learned. auto: of records with prompt and completion, yes."""
@@ -492,7 +499,7 @@ class FaultsConfig(Section):
 
 
 class Config(Section):
-    task: Literal["pretrain", "sft", "dpo"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "reward"] = "pretrain"
     """What is trained."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
@@ -542,6 +549,7 @@ class Config(Section):
     dcn: DcnConfig = DcnConfig()
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
+    reward: RewardConfig = RewardConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

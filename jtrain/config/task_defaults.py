@@ -64,14 +64,24 @@ TASK_DEFAULTS: dict[str, tuple[TaskDefault, ...]] = {
         *FINE_TUNING,
         TaskDefault("data.packing", "none", "one pair a row, padded to the next bucket of lengths"),
     ),
+    "reward": (
+        TaskDefault("run_dir", "runs/reward", "named after the task"),
+        TaskDefault(
+            "optimizer.learning_rate", 1e-3, "adapters take a higher rate (TRL's advice)", when="model.lora.rank"
+        ),
+        TaskDefault("optimizer.learning_rate", 1e-4, _TRL),
+        *FINE_TUNING,
+        TaskDefault("data.packing", "none", "one pair a row, padded to the next bucket of lengths"),
+    ),
 }
 
 READ_BY: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "dpo": ("dpo",),
+    "reward": ("reward",),
     "data.truncation": ("sft", "dpo"),
-    "data.chat_template": ("sft", "dpo"),
-    "data.buckets": ("sft", "dpo"),
+    "data.chat_template": ("sft", "dpo", "reward"),
+    "data.buckets": ("sft", "dpo", "reward"),
 }
 """Fields and sections that some tasks read, and these."""
 

@@ -57,6 +57,8 @@ class DecoderConfig:
     layer_types: tuple[str, ...] | None = None
     """`full_attention` or `sliding_attention` for every layer; None: all slide where there is a window."""
     tie_word_embeddings: bool = False
+    num_labels: int = 0
+    """Scores of a sequence classifier, in place of the head of the vocabulary; 0: a language model."""
     embedding_multiplier: float = 1.0
     """Factor on the embedded tokens (Gemma: the root of D; Granite)."""
     residual_multiplier: float = 1.0

@@ -65,7 +65,8 @@ def parameter_count(config: DecoderConfig, *, embedding: bool = True, active: bo
         experts = c.num_experts_per_tok if active else c.num_experts
         count += c.num_expert_layers * layer_parameter_count(c, experts=experts)
     if embedding:
-        count += c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        count += c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings or c.num_labels else 2)
+        count += c.num_labels * c.hidden_size
         if c.position_embedding == "learned":
             count += c.max_position_embeddings * c.hidden_size
     return count

@@ -63,6 +63,15 @@ class Head(nnx.Module):
         self.kernel = normal(key, config.initializer_range, shape, ("embed", "vocab"), dtype)
 
 
+class Score(nnx.Module):
+    """The kernel of a sequence classifier's scores [D, labels]."""
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype: jnp.dtype):
+        shape = (config.hidden_size, config.num_labels)
+        self.kernel = normal(key, config.initializer_range, shape, ("embed", "labels"), dtype)
+        self.kernel.set_metadata(trained=True)  # also beside adapters: it begins with nothing learned
+
+
 class Decoder(nnx.Module):
     """Decoder-only language model.
 
@@ -112,7 +121,9 @@ class Decoder(nnx.Module):
             if config.router_bias:
                 self.router_bias = RouterBias(jnp.zeros(loads, jnp.float32))
         self.final_norm = Norm(config, dtype)
-        if not config.tie_word_embeddings:
+        if config.num_labels:
+            self.score = Score(config, head_key, dtype)
+        elif not config.tie_word_embeddings:
             self.lm_head = Head(config, head_key, dtype)
 
     def hidden(
@@ -310,8 +321,17 @@ class Decoder(nnx.Module):
         segments = None if attention_mask is None else attention_mask.astype(jnp.int32)
         return self.logits(self.hidden(input_ids, position_ids=position_ids, segment_ids=segments))
 
+    def scores(self, x_BLD: jax.Array) -> jax.Array:
+        """Scores of a sequence classifier at every token [B, L, labels], of what `hidden` returns; float32 at least."""
+        wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
+        kernel = gathered(self.score.kernel[...], (None, None), ("embed", None))
+        scores = jnp.einsum("bld,dn->bln", whole_sequence(x_BLD), kernel, preferred_element_type=wide)
+        return constrain(scores, "batch", "sequence", None)
+
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Logits of the next token [B, L, V], of what `hidden` returns; float32 at least."""
+        if self.config.num_labels:
+            return self.scores(x_BLD)
         wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
         head = pad_vocabulary(self.head(), 1)
         logits = jnp.einsum("bld,dv->blv", whole_sequence(x_BLD), head, preferred_element_type=wide)

@@ -126,7 +126,7 @@ def add_lora(module: nnx.Module, lora: Lora, *, key: jax.Array) -> nnx.Module:
         _quantize_experts(module, lora.quantization)
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         metadata = variable.get_metadata()
-        if path[-1] in ADAPTER or metadata.get("exact"):
+        if path[-1] in ADAPTER or metadata.get("exact") or metadata.get("trained"):
             continue
         variable.set_metadata(**FROZEN)
         if lora.dtype == "auto":

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
 
-TRAINERS = {"pretrain": "pretrain:PretrainTrainer", "sft": "sft:SFTTrainer", "dpo": "dpo:DPOTrainer"}
+TRAINERS = {
+    "pretrain": "pretrain:PretrainTrainer",
+    "sft": "sft:SFTTrainer",
+    "dpo": "dpo:DPOTrainer",
+    "reward": "reward:RewardTrainer",
+}
 """Task -> `module:class` of its trainer."""
 
 

@@ -74,6 +74,7 @@ class LanguageTrainer(Trainer):
     ):
         config = _with_arguments(task_config(self.task, config, sections), model, train_dataset, eval_dataset)
         source = ModelSource(self.settle(config))
+        self.adapt(source)
         config, self.tokenizer, self.decoder = source.config, source.tokenizer, source.decoder
         rows, eval_rows = self.read_data(config, train_dataset, eval_dataset)
         super().__init__(
@@ -101,6 +102,9 @@ class LanguageTrainer(Trainer):
     def settle(self, config: Config) -> Config:
         """The config as the task trains with it, before anything is made of it."""
         return config
+
+    def adapt(self, source: ModelSource) -> None:
+        """Changes the shape of the model that was found, where the task has another."""
 
     def figures_of(self, sums: Sums) -> dict[str, float]:
         """The task's own figures of an evaluation, from name -> (sum, count)."""

@@ -101,7 +101,9 @@ class HfModel:
         return path in self._params
 
     def load(self, params: Leaves, variables: Leaves) -> tuple[Leaves, Leaves]:
-        arrays = placement.load(self._weights, self._pairs, params, variables)
+        # A reward model that begins with a language model leaves its head alone.
+        wanted = [pair for pair in self._pairs if all(s.variable or s.path in params for s in pair.tensor.slots)]
+        arrays = placement.load(self._weights, wanted, params, variables)
         loaded = {path: array for path, array in arrays.items() if path in self._params}
         return loaded, variables | {path: array for path, array in arrays.items() if path not in loaded}
 
@@ -140,12 +142,13 @@ class RunModel:
         return self._content.tokenizer()
 
     def fills(self, path: str) -> bool:
-        return True
+        return bool(self.decoder.num_labels) or not path.startswith("score/")  # a language model has no score
 
     def load(self, params: Leaves, variables: Leaves) -> tuple[Leaves, Leaves]:
         if self.lora is not None:
             return load_merged(self.path, self.decoder, self.lora, params), load_variables(self.path, variables)
-        return load_parameters(self.path, params, cast=True), load_variables(self.path, variables)
+        # A reward model that begins with a language model leaves its head alone.
+        return load_parameters(self.path, params, cast=True, partial=True), load_variables(self.path, variables)
 
 
 def decoder_of(companions: Companions, where: str) -> tuple[Any, DecoderConfig]:

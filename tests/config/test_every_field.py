@@ -11,7 +11,7 @@ import pytest
 import jtrain
 from jtrain.config import load_config, to_yaml
 from jtrain.config.names import choices, fields
-from jtrain.config.schema import DpoConfig, LoraConfig
+from jtrain.config.schema import DpoConfig, LoraConfig, RewardConfig
 from jtrain.config.yaml_file import dump_yaml
 
 BASE = {"max_steps": 10, "data": {"train": ["a.txt"], "eval": ["e.txt"]}, "accelerator": "tpu"}
@@ -84,6 +84,8 @@ CHANGED = {
     "sft.completion_only_loss": False,
     "sft.assistant_only_loss": True,
     "sft.neftune_noise_alpha": 5.0,
+    "reward.center_rewards_coefficient": 0.01,
+    "reward.disable_dropout": False,
     "dpo.loss_weights": (0.5,),
     "dpo.beta": 0.3,
     "dpo.label_smoothing": 0.1,
@@ -167,6 +169,7 @@ TOGETHER = {
     **dict.fromkeys(("sft.completion_only_loss", "sft.assistant_only_loss", "sft.neftune_noise_alpha"), SFT),
     "data.buckets": {**SFT, "data.packing": "none"},
     **{f"dpo.{name}": DPO for name in DpoConfig.model_fields},
+    **{f"reward.{name}": {"task": "reward"} for name in RewardConfig.model_fields},
     "dpo.label_smoothing": {**DPO, "dpo.loss_type": "robust"},
     "dpo.f_alpha_divergence_coef": {**DPO, "dpo.f_divergence_type": "alpha_divergence"},
     "dpo.discopop_tau": {**DPO, "dpo.loss_type": "discopop"},

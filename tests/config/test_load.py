@@ -106,7 +106,12 @@ def test_sources_take_a_text_a_list_or_paths_with_weights(file):
         ({"assistant_only_loss": True, "task": "sft"}, "sft.assistant_only_loss", True),
         ({"neftune_noise_alpha": 5.0, "task": "sft"}, "sft.neftune_noise_alpha", 5.0),
         ({"loss_type": ["hinge", "sft"], "task": "dpo"}, "dpo.loss_type", ("hinge", "sft")),
-        ({"loss_weights": [0.5], "task": "dpo"}, "dpo.loss_weights", (0.5,)),
+        (
+            {"center_rewards_coefficient": 0.01, "task": "reward"},
+            "reward.center_rewards_coefficient",
+            0.01,
+        ),
+        ({"loss_weights": ["0.5"], "task": "dpo"}, "dpo.loss_weights", (0.5,)),
         ({"beta": 0.3, "task": "dpo"}, "dpo.beta", 0.3),
         ({"ld_alpha": 0.5, "task": "dpo"}, "dpo.ld_alpha", 0.5),
         ({"f_divergence_type": "forward_kl", "task": "dpo"}, "dpo.f_divergence_type", "forward_kl"),

@@ -12,6 +12,7 @@ from jtrain import Callback
 from jtrain.config.load import load_config
 from jtrain.errors import ConfigError, DataError
 from jtrain.tasks.dpo import DPOTrainer, preference_of
+from jtrain.tasks.reward import RewardTrainer
 from tests.parity.runs import bits
 
 from .preferences import FIGURES, RUNS, first_line, settings, trained, word_model
@@ -234,12 +235,13 @@ def test_a_table_is_made_once_and_is_the_same_by_any_batch(place):
     assert len(list((place / "cache/reference").iterdir())) == 1
 
 
-def test_training_is_without_dropout_unless_it_is_asked_for():
-    config = load_config({"task": "dpo", "model": {"dropout": 0.1, "lora": {"rank": 4, "dropout": 0.2}}}, env={})
-    kept = config.model_copy(update={"dpo": config.dpo.model_copy(update={"disable_dropout": False})})
-    settled = DPOTrainer.settle(None, config).model
+@pytest.mark.parametrize(("task", "trainer"), [("dpo", DPOTrainer), ("reward", RewardTrainer)])
+def test_training_is_without_dropout_unless_it_is_asked_for(task, trainer):
+    model = {"dropout": 0.1, "lora": {"rank": 4, "dropout": 0.2}}
+    settled = trainer.settle(None, load_config({"task": task, "model": model}, env={})).model
     assert (settled.dropout, settled.lora.dropout, settled.lora.rank) == (0.0, 0.0, 4)
-    assert DPOTrainer.settle(None, kept) is kept
+    kept = load_config({"task": task, "model": model, task: {"disable_dropout": False}}, env={})
+    assert trainer.settle(None, kept) is kept
 
 
 class _Stop(Callback):

@@ -226,6 +226,10 @@ SEEN = {
     "data.buckets": "tests/data/test_sft.py::test_a_batch_is_cut_to_the_first_bucket_that_holds_it",
     "sft.completion_only_loss": "tests/data/test_sft.py::test_what_is_learned_follows_the_form_and_the_section",
     "sft.assistant_only_loss": "tests/data/test_sft.py::test_what_is_learned_follows_the_form_and_the_section",
+    "reward.center_rewards_coefficient": (
+        "tests/tasks/test_reward.py::test_the_first_step_has_trls_loss_metrics_and_norm_of_gradient"
+    ),
+    "reward.disable_dropout": "tests/tasks/test_dpo.py::test_training_is_without_dropout_unless_it_is_asked_for",
     "dpo.loss_type": "tests/tasks/test_dpo.py::test_what_the_section_says_reaches_the_loss",
     "dpo.loss_weights": "tests/tasks/test_dpo.py::test_what_the_section_says_reaches_the_loss",
     "dpo.beta": "tests/tasks/test_dpo.py::test_what_the_section_says_reaches_the_loss",

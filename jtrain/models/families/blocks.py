@@ -54,7 +54,9 @@ def embedding(config: DecoderConfig, key: str = "model.embed_tokens.weight") -> 
 
 
 def head(config: DecoderConfig, key: str = "lm_head.weight") -> list[Tensor]:
-    """The output kernel, if it is not the token table."""
+    """The output kernel, if it is not the token table; of a sequence classifier that of its scores."""
+    if config.num_labels:
+        return [linear("score.weight", Slot("score/kernel"), (config.hidden_size,), (config.num_labels,))]
     if config.tie_word_embeddings:
         return []
     return [linear(key, Slot("lm_head/kernel"), (config.hidden_size,), (config.vocab_size,))]

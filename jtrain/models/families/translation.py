@@ -58,7 +58,7 @@ class Table(Family):
         try:
             values |= self.fixed | self.read_positions(fields) | self.read(fields)
             self._check_experts(values.get("num_experts", 0))
-            config = filled(DecoderConfig(**values))
+            config = filled(DecoderConfig(**values, num_labels=_labels(hf)))
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"config.json of {self.model_type}: a value is of the wrong kind ({error})",
@@ -73,6 +73,10 @@ class Table(Family):
         out: dict[str, Any] = {"model_type": self.model_type, "architectures": list(self.architectures[:1])}
         out |= {key: getattr(c, ours) for key, ours in self.names.items()}
         out |= {key: allowed[0] for key, allowed in self.only.items()}
+        if c.num_labels:
+            out["architectures"] = [name.replace("ForCausalLM", _CLASSIFIER) for name in out["architectures"]]
+            out["id2label"] = {str(n): f"LABEL_{n}" for n in range(c.num_labels)}
+            out["label2id"] = {f"LABEL_{n}": n for n in range(c.num_labels)}
         return out | self.write_positions(c) | self.write(c)
 
     def _check_experts(self, count: int) -> None:
@@ -107,6 +111,16 @@ def _of_type(key: str, ours: str, value: Any) -> Any:
     if not isinstance(value, fits) or isinstance(value, bool) != (kind == "bool"):
         raise ConfigError(f"config.json: {key} is {value!r}", f"Write a value of type {wanted}.")
     return value
+
+
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def _labels(hf: dict[str, Any]) -> int:
+    """Scores of a sequence classifier; transformers has two of them where nothing is said."""
+    if not any(str(name).endswith(_CLASSIFIER) for name in hf.get("architectures") or ()):
+        return 0
+    return len(hf["id2label"]) if hf.get("id2label") else int(hf.get("num_labels") or 2)
 
 
 def filled(config: DecoderConfig) -> DecoderConfig:

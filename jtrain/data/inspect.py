@@ -20,7 +20,7 @@ def describe(train: TrainRows, evaluation: EvalRows | None, tokenizer: Tokenizer
     sources: the same of each}); `eval` is None without evaluation data), `tokenizer` and `vocab_size`, and
     `examples`: the first `rows` rows of the training stream as {row, source, source_row, tokens, targets, bytes,
     segments}, a segment being a list of spans {text, tokens, target}. Sources of examples have `form`, `examples`,
-    `left_out` and `cut` besides (see `jtrain.data.sft.counts`).
+    `left_out` and `cut` besides (see `jtrain.data.sft.counts`). A pair shows its halves as two segments.
     """
     numbers = np.arange(rows)
     source, source_row = train.row_ids(numbers)
@@ -28,16 +28,16 @@ def describe(train: TrainRows, evaluation: EvalRows | None, tokenizer: Tokenizer
     control = [rows.store.targets is not None for rows in train.sources]
     examples = []
     for n in range(rows):
-        row = {name: values[n] for name, values in batch.items()}
+        parts = _parts({name: values[n] for name, values in batch.items()})
         examples.append(
             {
                 "row": n,
                 "source": int(source[n]),
                 "source_row": int(source_row[n]),
-                "tokens": int((row["segment_ids"] > 0).sum()),
-                "targets": int((row["labels"] != IGNORE).sum()),
-                "bytes": int(row["bytes"]),
-                "segments": [list(spans) for spans in _segments(row, tokenizer, control[source[n]])],
+                "tokens": int(sum((part["segment_ids"] > 0).sum() for part in parts)),
+                "targets": int(sum((part["labels"] != IGNORE).sum() for part in parts)),
+                "bytes": int(batch["bytes"][n]) if "bytes" in batch else 0,
+                "segments": [list(spans) for part in parts for spans in _segments(part, tokenizer, control[source[n]])],
             }
         )
     return {
@@ -64,7 +64,16 @@ def _sizes(sources: Sequence[PackedRows]) -> dict[str, Any]:
     ]
     totals = {name: sum(entry[name] for entry in each) for name in ("rows", "tokens", "documents", "segments")}
     length = each[0]["max_length"]
-    return {**totals, "max_length": length, "fill": totals["tokens"] / (totals["rows"] * length), "sources": each}
+    places = sum(source.plan.rows for source in sources) * length  # a row of a pair has two of the plan
+    return {**totals, "max_length": length, "fill": totals["tokens"] / places, "sources": each}
+
+
+def _parts(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """The halves of a pair, chosen first; another row is its own only part."""
+    if "chosen_input_ids" not in row:
+        return [row]
+    names = ("input_ids", "labels", "segment_ids")
+    return [{name: row[f"{half}_{name}"] for name in names} for half in ("chosen", "rejected")]
 
 
 def _documents(source: PackedRows) -> int:

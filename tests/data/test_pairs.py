@@ -6,6 +6,7 @@ import pytest
 
 from jtrain.data.cache import CacheOptions
 from jtrain.data.examples import example_options, example_store
+from jtrain.data.inspect import describe
 from jtrain.data.pairs import FORMS, MismatchedRows, PairRows, SingleRows, form_of
 from jtrain.data.rows import EvalRows, TrainRows
 from jtrain.data.tokenise import ExampleRecipe
@@ -191,6 +192,15 @@ def test_a_label_is_true_or_false():
 def test_pairs_are_taken_apart_for_losses_of_single_completions():
     store = store_of([GOOD], single=True)
     assert SingleRows(store, store.edges, 8).rows(np.arange(2))["label"].tolist() == [True, False]
+
+
+def test_what_a_pair_holds_can_be_looked_at():
+    store = store_of([{"prompt": "ab", "chosen": "cd", "rejected": "e"}])
+    rows = TrainRows([PairRows(store, store.edges, 8, pad_id=P)], seed=0)
+    found = describe(rows, None, ByteTokenizer(), rows=1)
+    texts = [[span["text"] for span in segment if span["text"]] for segment in found["examples"][0]["segments"]]
+    assert texts == [["ab", "cd"], ["ab", "e"]]
+    assert (found["examples"][0]["targets"], found["train"]["fill"]) == (5, 9 / 16)
 
 
 def test_forms_are_told_by_their_fields():

@@ -1,5 +1,6 @@
 """The files around the package agree with it and with each other."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -68,14 +69,22 @@ def test_the_ci_script_is_valid_shell():
 
 def test_every_command_of_the_readme_makes_a_config(monkeypatch):
     from jtrain.cli.args import parse_config
+    from jtrain.cli.main import VERBS
 
+    modules = {verb.name: verb.module for verb in VERBS}
     monkeypatch.chdir(ROOT)
     text = "\n".join(blocks("bash")).replace("\\\n", " ")
-    commands = [shlex.split(part) for line in text.splitlines() for part in line.split("&&") if "jtrain " in part]
+    commands = [
+        shlex.split(part, comments=True) for line in text.splitlines() for part in line.split("&&") if "jtrain " in part
+    ]
     assert len(commands) >= 2
     for _, verb, *args in commands:
-        assert verb in ("train", "pretrain")
-        parse_config(args, "jtrain", optional=True)
+        module = importlib.import_module(f"jtrain.cli.{modules[verb]}")
+        if hasattr(module, "HELP"):
+            options = [arg for arg in args if arg.startswith("--")]
+            assert all(f"{option} " in module.HELP for option in options), args
+        else:
+            parse_config(args, "jtrain", optional=True, defaults={} if verb == "train" else {"task": verb})
 
 
 def test_every_recipe_that_the_readme_names_exists():

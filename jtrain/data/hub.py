@@ -16,12 +16,8 @@ from typing import Any, NamedTuple
 from jtrain.data.files import SUFFIXES
 from jtrain.errors import ConfigError, DataError, JtrainError
 
-MODEL_FILES = (
-    "config.json",
+COMPANIONS = (
     "generation_config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -34,6 +30,14 @@ MODEL_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
+)
+"""Small files that stand beside the weights of a model."""
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    *COMPANIONS,
     "additional_chat_templates/*.jinja",
 )
 """Patterns of what is fetched of a model."""

@@ -7,22 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jtrain.data.hub import COMPANIONS
+
 GENERATION = "generation_config.json"
-NAMES = (
-    GENERATION,
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+NAMES = COMPANIONS
 """Files that are carried on unchanged."""
 EXTRA_TEMPLATES = "additional_chat_templates"
 """Folder whose `*.jinja` are carried on as well."""

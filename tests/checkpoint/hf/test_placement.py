@@ -202,6 +202,6 @@ def test_host_memory_is_at_most_two_of_the_largest_tensor(tmp_path):
     environment = os.environ | {"PYTHONPATH": root}
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     reading, writing = map(int, result.stdout.split())
-    slack = 200_000  # Python's own objects
+    slack = 600_000  # Python's own objects, and modules that are imported on first use
     assert 0.9 * largest < reading < 2 * largest + slack
     assert 0.9 * largest < writing < 2 * largest + slack

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic.fields import FieldInfo
 
-from jtrain.config.schema import Config, Section
+from jtrain.config.schema import Config
+from jtrain.config.section import Section
 from jtrain.errors import ConfigError
 
 

@@ -6,93 +6,25 @@ Words are Hugging Face's where they exist. The docstring under a field is its he
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+
+from jtrain.config.section import (
+    Duration,
+    NotNegative,
+    Positive,
+    Ratio,
+    Section,
+    Strings,
+    duration_value,
+    held_out,
+    one_or_many,
+)
+from jtrain.config.task_sections import DpoConfig, RewardConfig, SftConfig
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-mixed", "64-true", "auto"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
-
-MAX_STEPS = 2**31
-"""Steps are counted in int32 on the devices."""
-
-DURATION = re.compile(
-    r"(?P<number>(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][+-]?\d{1,3})?)\s*(?P<unit>%|steps?|epochs?|tokens?)?"
-)
-"""The text form of a `Duration`: a number that is not negative, and perhaps a unit. Bounded: it is read exactly."""
-
-
-def _duration(value: Any) -> Any:
-    """Numbers in their one form: `"100"`, `100.0` and `"100 steps"` are the int 100; other units stay text."""
-    if isinstance(value, bool):
-        raise ValueError("not a length of training")
-    if isinstance(value, str):
-        match = DURATION.fullmatch(value.strip())
-        if match is None:
-            raise ValueError("not a length of training")
-        number, unit = float(match["number"]), (match["unit"] or "").rstrip("s")
-        if unit not in ("", "step"):
-            return value.strip()
-        value = number
-    if isinstance(value, int | float):
-        if not 0 <= value < float("inf") or (value >= 1 and value != int(value)):
-            raise ValueError("not a length of training")
-        if value >= MAX_STEPS:
-            raise ValueError("more steps than a counter holds")
-        return value if 0 < value < 1 else int(value)
-    return value
-
-
-def _one_or_many(value: Any) -> Any:
-    """A single text is a list of one."""
-    return (str(value),) if isinstance(value, str | os.PathLike) else value
-
-
-def _held_out(value: Any) -> Any:
-    """A fraction, also as text; 0 is none; else paths."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return (value,)
-    if isinstance(value, os.PathLike):
-        return (str(value),)
-    return None if not isinstance(value, bool) and value == 0 else value
-
-
-Duration = Annotated[int | float | str, BeforeValidator(_duration)]
-"""A length of training: steps (`100`), a ratio of the run (`0.05`), or a string: `5%`, `2 epochs`, `1e9 tokens`."""
-Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-
-
-PreferenceLoss = Literal[
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "orpo", "simpo", "cpo", "kto", "apo_zero_unpaired",
-]  # fmt: skip
-
-
-def _losses(value: Any) -> Any:
-    """A single name is a list of one; an older name of TRL's for aot."""
-    value = _one_or_many(value)
-    return tuple("aot" if name == "aot_pair" else name for name in value) if isinstance(value, list | tuple) else value
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no NaN."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        coerce_numbers_to_str=True,
-        validate_default=True,
-    )
 
 
 class DistributedConfig(Section):
@@ -225,7 +157,7 @@ class DataConfig(Section):
     Several sources are a mixture."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
-    eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(_held_out)] = None
+    eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(held_out)] = None
     """Paths, or a fraction of the training data held out from its end."""
     tokenizer: str | None = None
     """bytes, or the path of a Hugging Face tokenizer.json (or a folder that holds one) or a SentencePiece .model. By
@@ -309,7 +241,7 @@ class ContextConfig(Section):
 
 
 class ShardingConfig(Section):
-    rules: dict[str, Strings] = {}
+    rules: dict[str, Strings] = {}  # noqa: RUF012  pydantic copies it
     """Overrides of the table logical axis -> mesh axes, e.g. `{mlp: [tensor], embed: [fsdp]}`."""
     optimizer_axes: Strings = ()
     """Mesh axes that divide the optimizer state beyond the parameters' own (zero1: data)."""
@@ -338,62 +270,6 @@ class DcnConfig(Section):
     """local_steps: momentum of the outer update (0.9 in the paper)."""
     outer_nesterov: bool = True
     """local_steps: Nesterov's momentum, as in the paper, or the plain one."""
-
-
-class DpoConfig(Section):
-    loss_type: Annotated[tuple[PreferenceLoss, ...], BeforeValidator(_losses), Field(min_length=1)] = ("sigmoid",)
-    """Losses of preferences, TRL's names: one, or several of the first fifteen with `loss_weights`. kto and
-    apo_zero_unpaired learn from single completions; orpo, simpo and cpo need no reference. aot_pair is aot."""
-    loss_weights: tuple[float, ...] = ()
-    """Weight of each loss of a list; empty: 1 each."""
-    beta: Annotated[float, Field(gt=0.0)] = 0.1
-    """Strength of the tie to the reference (ipo: tau; orpo: lambda; simpo and cpo: scale of the reward)."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Probability that a label is wrong: exo_pair, robust, aot, aot_unpaired, cpo, simpo."""
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    """Divergence from the reference that the reward is derived from (f-DPO, Wang et al. 2023)."""
-    f_alpha_divergence_coef: float = 0.5
-    """alpha_divergence: its alpha."""
-    discopop_tau: Annotated[float, Field(gt=0.0)] = 0.05
-    """discopop: temperature of its mixture."""
-    ld_alpha: Ratio | None = None
-    """Weight of the tokens behind the length that both completions have (LD-DPO, Liu et al. 2024); blank: 1."""
-    use_weighting: bool = False
-    """Weighs pairs by the policy's probability of them (WPO, Zhou et al. 2024)."""
-    simpo_gamma: float = 0.5
-    """simpo: target margin."""
-    cpo_alpha: Annotated[float, Field(ge=0.0)] | None = None
-    """cpo, simpo: weight of the cross-entropy of the chosen completion; by default 1 for cpo, 0 for simpo."""
-    alpha: Annotated[float, Field(ge=0.0)] = 0.0
-    """cpo, simpo: alpha of the reward (1 - p^-alpha) / alpha (AlphaPO, Gupta et al. 2025); 0: log p."""
-    desirable_weight: Annotated[float, Field(ge=0.0)] = 1.0
-    """kto, apo_zero_unpaired: weight of the completions that are wanted."""
-    undesirable_weight: Annotated[float, Field(ge=0.0)] = 1.0
-    """kto, apo_zero_unpaired: weight of the others."""
-    ref_model: str | None = None
-    """Path of the reference model; by default the policy as it begins: without its adapters, or a frozen copy."""
-    precompute_ref_log_probs: bool = False
-    """One pass with the reference before training, and a table in its place: no second model in memory."""
-    precompute_ref_batch_size: Positive | None = None
-    """Rows of a batch of that pass; by default those of a micro-batch."""
-    disable_dropout: bool = True
-    """Trains without dropout, also that of adapters: else a policy that equals its reference differs from it."""
-
-
-class RewardConfig(Section):
-    center_rewards_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of (chosen + rejected reward)^2, which keeps rewards around 0 (Eisenstein et al. 2023: 0.01); 0: none."""
-    disable_dropout: bool = True
-    """Trains without dropout, also that of adapters."""
-
-
-class SftConfig(Section):
-    completion_only_loss: Literal["auto"] | bool = "auto"
-    """Whether only completions are learned. auto: of records with prompt and completion, yes."""
-    assistant_only_loss: bool = False
-    """Whether of conversations only what the assistant writes is learned, the end of its turns included."""
-    neftune_noise_alpha: Annotated[float, Field(ge=0.0)] = 0.0
-    """Noise on the embeddings while training: alpha / sqrt(length x width) (NEFTune, Jain et al. 2023); 0: none."""
 
 
 class LossConfig(Section):
@@ -484,7 +360,7 @@ class EvalConfig(Section):
 class LoggingConfig(Section):
     log_every_n_steps: Positive = 10
     """Distance of log lines; also the first and the last step are logged."""
-    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_one_or_many)] = ("tensorboard",)
+    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(one_or_many)] = ("tensorboard",)
     """Beside metrics.jsonl, which is always written."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is shown."""
@@ -505,7 +381,7 @@ class Config(Section):
     """Where the run's config, metrics, events and checkpoints stand."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the initial parameters, the order of the data and dropout."""
-    max_steps: Annotated[int | float | str | None, BeforeValidator(_duration)] = None
+    max_steps: Annotated[int | float | str | None, BeforeValidator(duration_value)] = None
     """Optimizer updates of the run; also `2 epochs` or `1e9 tokens`."""
     num_train_epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training data, instead of max_steps (default 1 where neither is given)."""
@@ -535,7 +411,7 @@ class Config(Section):
     overlap: Literal["auto", "off"] = "auto"
     """Collectives that run while something is computed. auto: compiler options for GPU and TPU (asynchronous and
     pipelined collectives, collective matmul; `jtrain/parallel/xla.py` lists them); off: the compiler's own."""
-    xla_options: dict[str, bool | int | float | str] = {}
+    xla_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012
     """Further compiler options, over ours, e.g. `{xla_gpu_autotune_level: 0}`."""
     compile_cache: str = "auto"
     """Folder of compiled programs (private: it holds native code); auto: a per-user folder; empty: none."""

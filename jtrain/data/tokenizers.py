@@ -8,6 +8,7 @@ token first where the model expects one. What a chat template rendered goes thro
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -130,7 +131,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise DataError(f"data.tokenizer: {spec} is of no known kind", REMEDY)
 
 
-class TokenizerBase:
+class TokenizerBase(ABC):
     """What the kinds of tokenizers share: special tokens by name, and the begin token of a prompt."""
 
     eos_id: int | None = None
@@ -171,11 +172,11 @@ class TokenizerBase:
             ids.insert(0, self.bos_id)
         return ids
 
-    def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        raise NotImplementedError
+    @abstractmethod
+    def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]: ...
 
-    def token_to_id(self, token: str) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None: ...
 
 
 class ByteTokenizer(TokenizerBase):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +40,7 @@ from jtrain.train.step import StepHook
 from jtrain.train.trainer import Trainer
 
 
-class LanguageTrainer(Trainer):
+class LanguageTrainer(Trainer, ABC):
     """A trainer of a decoder. A task says what its loss is, and what it reads of the data.
 
     Args:
@@ -114,9 +115,9 @@ class LanguageTrainer(Trainer):
         """What `predict` gives of a batch: arrays [b, ...]."""
         return token_logprobs(model, batch)
 
+    @abstractmethod
     def make_loss(self, config: Config) -> LossFn:
         """The task's loss."""
-        raise NotImplementedError
 
     def read_data(self, config: Config, train: Any, held_out: Any) -> tuple[Any, Any]:
         """Rows for training and evaluation from what the config and the arguments name.

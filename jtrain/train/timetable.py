@@ -8,7 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from jtrain.config.rules import resolve_steps
-from jtrain.config.schema import MAX_STEPS, Config
+from jtrain.config.schema import Config
+from jtrain.config.section import MAX_STEPS
 from jtrain.errors import ConfigError
 
 

@@ -137,20 +137,26 @@ def example_store(
     return TokenStore.from_documents(ids, targets, values)
 
 
-def first_record(data: Any, text_field: str, *, field: str = "data.train") -> Mapping[str, Any] | None:
-    """The first record of a path, or of records in memory, that can be read at all; None: there is none.
+def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mapping[str, Any]:
+    """The first record of a path, or of records in memory, that can be read at all.
+
+    Args:
+      data: the path or the records.
+      text_field: of the config.
+      field, name: the config's field, and the source in messages.
 
     Raises:
-      DataError: there is no such file, or it can't be read.
+      DataError: there is no such file or no record, or it can't be read.
     """
-    if not isinstance(data, str):
-        return data[0] if len(data) else None
-    for path in find_files(data, field=field):
+    if not isinstance(data, str) and len(data):
+        return data[0]
+    paths = find_files(data, field=field) if isinstance(data, str) else ()
+    for path in paths:
         for chunk in plan_chunks(path, kind_of(path), CHUNK_BYTES, 1 << 62):
             for record in read_records(chunk, text_field):
                 if isinstance(record, dict):
                     return record
-    return None
+    raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
 
 
 def example_options(options: CacheOptions, recipe: ExampleRecipe) -> CacheOptions:

@@ -37,9 +37,7 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
       DataError: no record, fields that fit no form, or no chat template for messages.
     """
     data = config.data
-    record = first_record(source, data.text_field, field=field)
-    if record is None:
-        raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+    record = first_record(source, data.text_field, field=field, name=name)
     form, single = form_of(record), is_unpaired(config)
     if form is None or (form == SINGLES and not single):
         known = FORMS if single or config.task == "dpo" else FORMS.partition(", or, for KTO")[0]

@@ -12,7 +12,7 @@ from jtrain.data.examples import first_record
 from jtrain.data.rows import PackedRows
 from jtrain.data.tokenise import ExampleRecipe
 from jtrain.data.tokenizers import Tokenizer
-from jtrain.errors import ConfigError, DataError
+from jtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
@@ -35,9 +35,7 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
       ConfigError: `completion_only_loss` or `assistant_only_loss` for records that have no such part.
     """
     data, section = config.data, config.sft
-    record = first_record(source, data.text_field, field=field)
-    if record is None:
-        raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+    record = first_record(source, data.text_field, field=field, name=name)
     form = form_of(record, data.text_field)
     if form is None:
         raise no_form(name, record, data.text_field)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jtrain.cli.failure import cause_of, describe_bug
 from jtrain.errors import ConfigError, Exit, JtrainError, Preempted
+from jtrain.observe.goodput import program_begins
 
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended, as shells have it."""
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the arguments after the program's name; those of the process by default.
     """
+    if argv is None:
+        program_begins()
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -15,18 +16,32 @@ log = logging.getLogger(__name__)
 class CompiledStep:
     """Calls a jitted function through its compiled form; a call with other shapes compiles again and says why.
 
+    Args:
+      jitted: the function.
+      name: for messages.
+      once: whether a second program is worth a warning.
+      during: opened around every compilation.
+
     Attributes:
       seconds: time of tracing and compiling, in all.
       latest: the newest `jax.stages.Compiled`, for its HLO and memory analysis; None before the first call.
     """
 
-    def __init__(self, jitted: Callable[..., Any], name: str, *, once: bool = True):
+    def __init__(
+        self,
+        jitted: Callable[..., Any],
+        name: str,
+        *,
+        once: bool = True,
+        during: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
         self.name = name
         self.seconds = 0.0
         self.latest: Any = None
         self._jitted: Any = jitted
         self._programs: dict[Any, Any] = {}
         self._once = once
+        self._during = during
 
     def __call__(self, *arguments: Any) -> Any:
         return self.compile(*arguments)(*arguments)
@@ -40,7 +55,8 @@ class CompiledStep:
             before = next(reversed(self._programs))
             log.warning("%s is compiled again: %s", self.name, _difference(before, signature))
         start = time.perf_counter()
-        self.latest = self._jitted.lower(*arguments).compile()
+        with self._during():
+            self.latest = self._jitted.lower(*arguments).compile()
         self.seconds += time.perf_counter() - start
         self._programs[signature] = self.latest
         return self.latest

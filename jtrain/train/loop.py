@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jtrain.data.loader import DataLoader
 from jtrain.errors import Preempted
 from jtrain.train.faults import FiniteCheck
 from jtrain.train.meter import Meter
@@ -44,14 +45,16 @@ class Loop:
         """
         trainer, session, counters = self._trainer, self._session, self._trainer.counters
         with trainer.train_loader() as loader:
-            trainer.train_step.compile(trainer.state, self._prepared(loader[counters.batches]))
+            with trainer.goodput("compile"):
+                trainer.train_step.compile(trainer.state, self._prepared(self._batch(loader, counters.batches)))
             trainer.say(f"train_step compiled in {trainer.train_step.seconds:.1f} s")
+            trainer.account()
             self._meter.restart()
             in_flight: dict[str, Any] | None = None
             while not self._ends():
                 running = int(in_flight is not None)
                 trainer.callbacks("on_step_start", trainer, counters.step + running + 1)
-                batch = loader[counters.batches + running]
+                batch = self._batch(loader, counters.batches + running)
                 self._meter.waited(loader.last_wait_seconds)
                 trainer.state, metrics = trainer.train_step(trainer.state, self._prepared(batch))
                 if in_flight is not None:
@@ -67,6 +70,10 @@ class Loop:
                     self._boundary(preempted)
                     self._meter.restart()
 
+    def _batch(self, loader: DataLoader, number: int) -> dict[str, Any]:
+        with self._trainer.goodput("data_wait"):
+            return loader[number]
+
     def _prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self._trainer.prepare(batch, self._trainer.state.params, self._trainer.state.variables)
 
@@ -81,6 +88,7 @@ class Loop:
             counters.skipped += 1
             return
         counters.step += 1
+        trainer.goodput.stepped(counters.step)
         self._figures = values
         trainer.callbacks("on_step_end", trainer, counters.step, values)
         if trainer.timetable.logs(counters.step) or "log" in trainer.requests:
@@ -117,7 +125,8 @@ class Loop:
     def _leave(self, step: int) -> None:
         self._trainer.callbacks("on_preemption", self._trainer, step)
         saved = self._session.checkpoints is not None
-        self._session.wait()
+        self._trainer.wait()
+        self._trainer.account(last=True)
         self._session.emit("preempted", {"step": step, "saved": saved})
         raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
 

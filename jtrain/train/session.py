@@ -21,7 +21,8 @@ from jtrain.config.export import to_dict, to_yaml
 from jtrain.config.schema import Config
 from jtrain.errors import CheckpointError, ConfigError, PeerLostError
 from jtrain.observe.console import Console
-from jtrain.observe.metrics import Events, MetricsLog
+from jtrain.observe.goodput import Past, read_past
+from jtrain.observe.metrics import Events, MetricsLog, read_events
 from jtrain.observe.trackers import Trackers
 from jtrain.parallel.processes import agree, is_main
 from jtrain.train.timetable import Timetable
@@ -35,12 +36,16 @@ class Session:
     Args:
       config: the run's.
       timetable: when things are due.
+
+    Attributes:
+      past: what earlier starts of the run did with their time; known to process 0.
     """
 
     def __init__(self, config: Config, timetable: Timetable):
         self.config, self.timetable = config, timetable
         self.dry = bool(config.fast_dev_run)
         self.last_save_step: int | None = None
+        self.past = Past()
         self._last_save = time.monotonic()
         self.checkpoints: Checkpoints | None = None
         self._lock: RunLock | None = None
@@ -62,6 +67,7 @@ class Session:
         self._lock.acquire()
         if is_main():  # the events first: opening the checkpoints may have something to tell
             self._events = Events(run.path)
+            self.past = read_past(read_events(run.path))
             self._metrics = MetricsLog(run.path)
             self._trackers = Trackers(config.logging.trackers, run.path)
         section = config.checkpoint

@@ -7,6 +7,7 @@ directory, restores or starts, and hands over to the loop in `jtrain/train/loop.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from jtrain.data.loader import DataLoader
 from jtrain.data.rows import Rows
 from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.flops import TokenFlops
+from jtrain.observe.goodput import Goodput
 from jtrain.parallel import processes
 from jtrain.parallel.lost import as_peer_lost
 from jtrain.parallel.mesh import data_ranks, describe
@@ -93,6 +95,7 @@ class Trainer:
         source: Source | None = None,
         **sections: Any,
     ):
+        self.goodput = Goodput()
         if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
             sections, optimizer = sections | {"optimizer": optimizer}, None
         config = load_config(config, sections)
@@ -119,8 +122,9 @@ class Trainer:
         self.callbacks = CallbackList([*early_stopping(config), *callbacks])
         self.counters = Counters()
         several = bool(getattr(self.train_rows, "buckets", ()))  # one program a length of the batches
-        self.train_step = CompiledStep(self.program.train_step, "train_step", once=not several)
-        self._eval_step = CompiledStep(self.program.eval_step, "eval_step", once=False)
+        compiling = functools.partial(self.goodput, "compile")
+        self.train_step = CompiledStep(self.program.train_step, "train_step", once=not several, during=compiling)
+        self._eval_step = CompiledStep(self.program.eval_step, "eval_step", once=False, during=compiling)
         self._compute_metrics, self._predict_fn = compute_metrics, predict_fn
         self._source = source
         self._state: TrainState | None = None
@@ -139,25 +143,30 @@ class Trainer:
             raise ConfigError("train_data is missing", "pass train_data, or name files in data.train")
         self.history = History()
         with Preemption() as preemption, self._open_session() as session:
+            self.goodput.open(session.past)
             self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
             total, owed = self.timetable.max_steps, self.counters.owes_evaluation and self.eval_rows is not None
             if self.ends() and not owed:
                 self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")
+                session.emit("end", {"step": self.counters.step})
                 return self.history
             try:
-                self.callbacks("on_fit_start", self)
-                if owed:  # the last start was preempted where an evaluation was due
-                    self.callbacks("on_evaluate", self, self.evaluate())
-                if not self.ends():
-                    self._trained = True
-                    Loop(self, session, preemption).run()
-                self.callbacks("on_fit_end", self)
-                session.wait()  # `end` is not said before the last save is durable
+                with self.goodput("step"):
+                    self.callbacks("on_fit_start", self)
+                    if owed:  # the last start was preempted where an evaluation was due
+                        self.callbacks("on_evaluate", self, self.evaluate())
+                    if not self.ends():
+                        self._trained = True
+                        Loop(self, session, preemption).run()
+                    self.callbacks("on_fit_end", self)
+                    self.wait()  # `end` is not said before the last save is durable
+                self.account(last=True)
             except Preempted:
                 raise
             except BaseException as error:
                 self.callbacks("on_exception", self, error)
+                self.account(last=True)
                 session.emit("end", {"step": self.counters.step, "error": f"{type(error).__name__}: {error}"})
                 if (lost := as_peer_lost(error)) is not None:
                     raise lost from error
@@ -196,7 +205,8 @@ class Trainer:
             raise ConfigError("there is no evaluation data", "pass eval_data, or set data.eval")
         evaluator = self._evaluator(rows)
         try:
-            metrics = evaluator(self._evaluated_params(), self.state.variables)
+            with self.goodput("eval"):
+                metrics = evaluator(self._evaluated_params(), self.state.variables)
         finally:
             evaluator.close()
         if data is None:
@@ -283,9 +293,24 @@ class Trainer:
         if session is None or session.checkpoints is None or session.last_save_step == step:
             return
         meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
-        session.checkpoints.save(step, self.state, meta, metrics or None)
+        with self.goodput("save_stall"):
+            session.checkpoints.save(step, self.state, meta, metrics or None)
         session.saved(step)
+        self.account()
         self.callbacks("on_save", self, step)
+
+    def wait(self) -> None:
+        """Waits until the last save is durable."""
+        if self._session is not None:
+            with self.goodput("save_stall"):
+                self._session.wait()
+
+    def account(self, *, last: bool = False) -> None:
+        """Writes a line of the goodput ledger, at most one a second; the last one is printed as well."""
+        if self._session is not None and (last or self.goodput.due()):
+            self._session.emit("goodput", {"step": self.counters.step} | self.goodput.record())
+        if last:
+            self.say(self.goodput.line())
 
     def log(self, split: str, record: dict[str, Any]) -> None:
         """Writes a line of figures of the step just made; `split` is `train` or `eval`."""
@@ -293,6 +318,7 @@ class Trainer:
         if self._session is not None:
             self._session.log(self.counters.step, split, record)
         if split == "train":
+            self.account()
             self.callbacks("on_log", self, record)
 
     def ends(self) -> bool:
@@ -332,7 +358,8 @@ class Trainer:
         if resumes or source or self._trained:  # trained: a fit that broke off before its first save begins anew
             self._state = None  # one state in memory, not two
         if resumes:
-            state, meta = session.restore(self.plan.abstract, self._fingerprint)
+            with self.goodput("restore"):
+                state, meta = session.restore(self.plan.abstract, self._fingerprint)
             self._state, anew = complete(state, self.plan)
             if anew:
                 self.say(f"between slices, {' and '.join(anew)} begin anew: the checkpoint has none for this mesh")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import traceback
 
+from jtrain.redaction import redact_text
+
 
 class RunFailed(Exception):
     """An unexpected exception (its cause) during a run, with the directory where the traceback is left."""
@@ -25,7 +27,7 @@ def describe_bug(error: BaseException, *, debug: bool) -> str:
     summary = "this is a bug in jtrain, please report it: " + " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
     if debug:
         return summary
-    page = "".join(traceback.format_exception(cause))
+    page = redact_text("".join(traceback.format_exception(cause)))
     file = _write(error.run_dir, page) if isinstance(error, RunFailed) else None
     return f"{summary}\n  " + (
         f"The traceback is in {file}." if file else "Run it again with --debug for the traceback."

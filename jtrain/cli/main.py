@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jtrain.cli.failure import cause_of, describe_bug
 from jtrain.errors import ConfigError, Exit, JtrainError, Preempted
 from jtrain.observe.goodput import program_begins
+from jtrain.redaction import redact_text
 
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended, as shells have it."""
@@ -57,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     messages = logging.StreamHandler()
+    messages.setFormatter(_WithoutSecrets("%(levelname)s: %(message)s"))
     if not debug:
         messages.addFilter(_has_no_traceback)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[messages])
+    logging.basicConfig(level=logging.WARNING, handlers=[messages])
     try:
         return int(_dispatch(args))
     except BrokenPipeError:  # `jtrain config docs | head`: nobody reads on
@@ -67,8 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(Exit.DONE)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
-            traceback.print_exception(cause_of(error))
+            print(redact_text("".join(traceback.format_exception(cause_of(error)))), file=sys.stderr, end="")
         return _ended_by(error, debug)
+
+
+class _WithoutSecrets(logging.Formatter):
+    """What libraries log may hold the URL or the header that they were given."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
@@ -90,9 +99,9 @@ def _ended_by(error: BaseException, debug: bool) -> int:
     else:
         code, text = int(Exit.BUG), f"error: {prefix}{describe_bug(error, debug=debug)}"
     if text:
-        print(text, file=sys.stderr, flush=True)
+        print(redact_text(text), file=sys.stderr, flush=True)
     if lost and lost.several():
-        lost.leave(code, f"{type(cause).__name__}: {cause}".splitlines()[0])
+        lost.leave(code, redact_text(f"{type(cause).__name__}: {cause}".splitlines()[0]))
     return code
 
 

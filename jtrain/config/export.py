@@ -5,25 +5,19 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jtrain.config import names, paths
 from jtrain.config.schema import Config
 from jtrain.config.yaml_file import dump_yaml
-
-MASK = "***"
-_SECRET_KEY = re.compile(r"(^|[_.-])(token|secret|password|passwd|passphrase|credentials?|(api|access|private)_?key)$")
-_SPECIAL_TOKEN = re.compile(r"(^|_)(bos|eos|pad|unk|cls|sep|mask|stop|image)_token$")
-_URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_URL_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|secret|signature|sig|key|password|credential))=[^&\s]+")
+from jtrain.redaction import redact
 
 
 def to_dict(config: Config | Mapping[str, Any], *, masked: bool = True) -> dict[str, Any]:
     """The config as JSON values, in the order of the schema."""
     tree = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
-    return mask(tree) if masked else tree
+    return redact(tree, prose=False) if masked else tree
 
 
 def to_yaml(config: Config, *, masked: bool = True) -> str:
@@ -34,19 +28,6 @@ def to_yaml(config: Config, *, masked: bool = True) -> str:
         branch = functools.reduce(operator.getitem, sections, tree)
         branch[leaf] = paths.map_paths(path, branch[leaf], os.path.abspath)
     return dump_yaml(tree)
-
-
-def mask(value: Any, key: str = "") -> Any:
-    """`value` without secrets: what stands under a secret's name, user names and signatures in URLs."""
-    if isinstance(value, Mapping):
-        return {name: mask(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [mask(item, key) for item in value]
-    if not isinstance(value, str):
-        return value
-    if value and _SECRET_KEY.search(key.lower()) and not _SPECIAL_TOKEN.search(key.lower()):
-        return MASK
-    return _URL_QUERY.sub(rf"\1={MASK}", _URL_USER.sub(MASK, value)) if "://" in value else value
 
 
 def json_schema() -> dict[str, Any]:

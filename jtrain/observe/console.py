@@ -15,6 +15,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from jtrain.redaction import redact_text
+
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -119,10 +121,11 @@ class Console:
         self.message(eval_line(step, self._total, values))
 
     def message(self, text: str, level: str = "info") -> None:
-        """Prints `text`, above the bar where there is one; `level` as in `logging.level`."""
+        """Prints `text` without secrets, above the bar where there is one; `level` as in `logging.level`."""
         number = LEVELS[level]
         if number < self._level or (self._process != 0 and number < logging.WARNING):
             return
+        text = redact_text(text)
         if number >= logging.WARNING:
             text = f"{level}: {text}"
         if self._process != 0:

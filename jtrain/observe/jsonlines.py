@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from jtrain.errors import StorageError
+from jtrain.redaction import redact
 
 REMOTE_FLUSH_SECONDS = 30.0
 """An object store can't append: there the whole file is written again, at most this often, and at the close."""
@@ -49,8 +50,8 @@ class JsonLines:
             raise _cannot_write(self.path, error) from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line. NaN and infinity become null; numpy and JAX scalars become numbers."""
-        line = json.dumps(_plain(record), allow_nan=False) + "\n"
+        """Writes one line. NaN and infinity become null, numpy and JAX scalars numbers, secrets `***`."""
+        line = json.dumps(redact(_plain(record)), allow_nan=False) + "\n"
         try:
             with self._lock:
                 if self._file is not None:

@@ -4,13 +4,12 @@ import pytest
 
 from jtrain.redaction import MASK, is_secret, redact, redact_arguments, redact_text
 
-
 SECRETS = """token hub_token HF_TOKEN hf-token hubToken client_secret WANDB_API_KEY apiKey password db_passwd passphrase
 AWS_SECRET_ACCESS_KEY aws_access_key_id AWS_SESSION_TOKEN private_key credentials token_secret optimizer.api_key
 use_auth_token secret_token_file"""
-PLAIN = """tokenizer use_cls_token num_experts_per_tok eos_token bos_token pad_token_id token_type_ids tokens batch_tokens
-tokens_per_second sample_tokens max_new_tokens image_token_index key key_value_heads num_key_value_heads keyboard
-next_token model run_dir token_embedding monkey secretary"""
+PLAIN = """tokenizer use_cls_token num_experts_per_tok eos_token bos_token pad_token_id
+token_type_ids tokens batch_tokens tokens_per_second sample_tokens max_new_tokens image_token_index key key_value_heads
+num_key_value_heads keyboard next_token model run_dir token_embedding monkey secretary"""
 
 
 @pytest.mark.parametrize("name", SECRETS.split())

@@ -151,7 +151,7 @@ def check_files(folder: epath.Path, manifest: Manifest, names: Sequence[str] | N
     names = sorted(manifest.files) if names is None else names
     for name in names:
         path = folder / name
-        if name.startswith("/") or ".." in name.split("/") or (is_local(path) and os.path.islink(path)):
+        if name.startswith("/") or ".." in name.split("/") or _is_linked(folder, name):
             raise DamagedCheckpoint(folder.name, name, "points out of the checkpoint")
         try:
             size = path.stat().length
@@ -162,6 +162,12 @@ def check_files(folder: epath.Path, manifest: Manifest, names: Sequence[str] | N
     for name, record in hash_files(folder, names).items():
         if record != manifest.files[name]:
             raise DamagedCheckpoint(folder.name, name, "hash differs")
+
+
+def _is_linked(folder: epath.Path, name: str) -> bool:
+    """Whether the file, or a folder on the way to it, is a link: a save makes none."""
+    parts = name.split("/")
+    return is_local(folder) and any(os.path.islink(folder / "/".join(parts[:end])) for end in range(1, len(parts) + 1))
 
 
 def new_manifest(

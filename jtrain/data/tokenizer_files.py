@@ -7,6 +7,7 @@ additional_chat_templates/*.jinja), generation_config.json and config.json. All 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +77,7 @@ def _chat_templates(folder: str, config: dict[str, Any]) -> dict[str, str]:
                     f"{_SETTINGS}: an entry of chat_template in {path} has no template",
                     'Write each as {"name": ..., "template": ...}.',
                 )
-            templates[str(entry.get("name", "default"))] = entry["template"]
+            templates[_name(folder, str(entry.get("name", "default")))] = entry["template"]
     more = join(folder, "additional_chat_templates")
     if is_dir(more):
         for path in find_files(join(more, "*.jinja"), field=_SETTINGS):
@@ -84,6 +85,14 @@ def _chat_templates(folder: str, config: dict[str, Any]) -> dict[str, str]:
     if exists(join(folder, "chat_template.jinja")):
         templates["default"] = _read_text(join(folder, "chat_template.jinja"))
     return templates
+
+
+def _name(folder: str, name: str) -> str:
+    """A template's name becomes that of a file when a model is exported: it is a word, and never a path."""
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        path = join(folder, "tokenizer_config.json")
+        raise DataError(f"{_SETTINGS}: {path} names a chat template {name!r}", "A name has letters, digits, _ and -.")
+    return name
 
 
 def _stop_ids(folder: str) -> tuple[int, ...]:
@@ -120,7 +129,7 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(read_bytes(path, field=_SETTINGS))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{_SETTINGS}: {path} is not JSON: {error}", "Mend or remove the file.") from error
     if not isinstance(content, dict):
         raise DataError(f"{_SETTINGS}: {path} holds no JSON object", "Mend or remove the file.")

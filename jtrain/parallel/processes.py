@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jtrain import progress
 from jtrain.config.schema import Config, DistributedConfig
 from jtrain.errors import ConfigError, PeerLostError
 from jtrain.parallel import lost
@@ -42,7 +43,9 @@ def start(config: Config) -> list[jax.Device]:
         _choose_platform(config, processes)
         _compile_cache(config.compile_cache)
         if processes > 1 and not jax.distributed.is_initialized():
+            progress.report("join")
             _join(config.distributed)
+            progress.report("init")
     if lost.several():
         lost.watch()
     _set_x64(config.precision == "64-true")
@@ -96,29 +99,33 @@ def _choose_platform(config: Config, processes: int) -> None:
 
 
 def _compile_cache(setting: str) -> None:
-    """A private folder of compiled programs: it holds native code, so nobody else may write there."""
+    """A private folder of compiled programs: it holds native code, so nobody else may write there.
+
+    Raises:
+      ConfigError: someone else can.
+    """
     if not setting:
         return
-    if setting == "auto":
-        if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    field, own = "compile_cache", setting if setting != "auto" else ""
+    if not own and (own := os.environ.get("JAX_COMPILATION_CACHE_DIR", "")):
+        field = "JAX_COMPILATION_CACHE_DIR"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = own or str(base / "jtrain" / "xla")
+    if "://" not in folder:  # who may write to a bucket can't be seen from here
+        try:
+            os.makedirs(folder, exist_ok=True, mode=0o700)
+            state = os.stat(folder)
+        except OSError as error:
+            log.warning("no compile cache: %s", error)
             return
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = base / "jtrain" / "xla"
-    else:
-        folder = Path(setting)
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = folder.stat()
         if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o022:
             raise ConfigError(
-                f"compile_cache={str(folder)!r} belongs to, or can be written by, another user",
+                f"{field}={folder!r} belongs to, or can be written by, another user",
                 f"chmod 700 {folder}, or give another folder: it holds native code that this program runs",
             )
-    except OSError as error:
-        log.warning("no compile cache: %s", error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if field == "compile_cache":  # else jax has read it, with what else its variables say
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _detected_processes() -> int | None:
@@ -134,13 +141,15 @@ def _detected_processes() -> int | None:
 
 
 def _join(distributed: DistributedConfig) -> None:
+    # By itself jax listens on every interface.
     arguments: dict[str, Any] = {}
+    if distributed.bind_address:
+        arguments = {"coordinator_bind_address": distributed.bind_address}
     if distributed.coordinator_address:
         arguments = {
             "coordinator_address": distributed.coordinator_address,
             "num_processes": distributed.num_processes,
             "process_id": distributed.process_id,
-            # jax's own default listens on every interface
             "coordinator_bind_address": distributed.bind_address or distributed.coordinator_address,
         }
     try:
@@ -182,5 +191,6 @@ def _devices(config: Config) -> list[jax.Device]:
 def shutdown() -> None:
     """Leaves the other processes in an orderly way, at the end of a run that went well."""
     if jax.process_count() > 1:
+        progress.report("shutdown")
         with contextlib.suppress(RuntimeError):
             jax.distributed.shutdown()

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jtrain.checkpoint.hf import peft
+from jtrain.checkpoint.hf.companions import shortened
 from jtrain.checkpoint.staging import staged
 from jtrain.config.yaml_file import read_yaml
 from jtrain.errors import CheckpointError, ConfigError
@@ -114,11 +115,11 @@ def _modules(
 
 
 def _base(path: str) -> str | None:
-    """What the run began with, as its config names it."""
+    """What the run began with: its name on the hub, or that of its folder, whose place is nobody's business."""
     from etils import epath
 
     file = run_of(epath.Path(path)) / "config.yaml"
     if not file.exists():
         return None
     data, _ = read_yaml(file.read_text(), str(file))
-    return (data or {}).get("model", {}).get("path")
+    return shortened((data or {}).get("model", {}).get("path"), "path")

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import arrays, peers
+from jtrain.checkpoint.hf.companions import portable, shortened
 from jtrain.checkpoint.hf.folder import CONFIG
 from jtrain.checkpoint.hf.gather import tensor_of
 from jtrain.checkpoint.hf.writer import WORDS, Planned, nbytes, plan_shards, write
@@ -135,7 +136,8 @@ def _companions(model: LoadedModel, dtype: str) -> dict[str, bytes]:
     if not has_tokenizer(companions):
         companions = with_tokenizer(companions, model.tokenizer, model.decoder.max_position_embeddings)
     config = config_json(model.decoder, companions, model.tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    return {**companions.files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+    text = json.dumps(shortened(config), indent=2, sort_keys=True) + "\n"
+    return {**portable(companions.files), CONFIG: text.encode()}
 
 
 def _compare(model: LoadedModel, folder: Path, dtype: str) -> tuple[float, float]:

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import xxhash
@@ -90,6 +91,13 @@ def test_a_link_out_of_the_checkpoint_is_refused_and_a_stray_file_ignored(step, 
     (step / "meta").unlink()
     (tmp_path / "7" / "meta").symlink_to(outside)
     with pytest.raises(DamagedCheckpoint, match="points out"):
+        check_files(step, read_manifest(step))
+
+
+def test_a_folder_that_is_a_link_is_refused_too(step, tmp_path):
+    shutil.move(tmp_path / "7" / "state", tmp_path / "elsewhere")
+    (tmp_path / "7" / "state").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="state/values: points out"):
         check_files(step, read_manifest(step))
 
 

@@ -293,6 +293,8 @@ def test_bytes_that_are_no_text_come_out_in_time():
         ("tokenizer_config.json", "{", "is not JSON"),
         ("generation_config.json", "[]", "holds no JSON object"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "has no template"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "../../x", "template": "y"}]}', r"names .* '../../x'"),
+        ("tokenizer_config.json", "[" * 100_000, "is not JSON"),
     ],
 )
 def test_settings_that_cannot_be_read_are_named(tmp_path, name, content, message):

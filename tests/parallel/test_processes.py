@@ -68,14 +68,28 @@ def test_a_launcher_that_started_several_processes_is_noticed(start, monkeypatch
     assert start().joined == ([{}] if joins else [])
 
 
-def test_the_compile_cache_is_a_private_folder(start, tmp_path):
+def test_the_address_to_listen_on_reaches_a_launcher_that_finds_the_rest(start, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    joined = start(distributed={"bind_address": "10.0.0.1:2"}).joined
+    assert joined == [{"coordinator_bind_address": "10.0.0.1:2"}]
+
+
+@pytest.mark.parametrize("of_jax", [False, True])
+def test_the_compile_cache_is_a_private_folder(start, of_jax, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     assert start(compile_cache=str(folder)).told["jax_compilation_cache_dir"] == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o770)
-    with pytest.raises(ConfigError, match="can be written by, another user") as caught:
-        start(compile_cache=str(folder))
-    assert f"chmod 700 {folder}" in caught.value.remedy
+    for mode in (0o770, 0o777, 0o1777):
+        folder.chmod(mode)
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+        with pytest.raises(ConfigError, match="can be written by, another user") as caught:
+            start(compile_cache="auto" if of_jax else str(folder))
+        assert f"chmod 700 {folder}" in caught.value.remedy
+        assert caught.value.message.startswith("JAX_COMPILATION_CACHE_DIR" if of_jax else "compile_cache")
+
+
+def test_a_compile_cache_in_a_bucket_keeps_its_name(start):
+    assert start(compile_cache="gs://bucket/x").told["jax_compilation_cache_dir"] == "gs://bucket/x"
 
 
 def test_a_compile_cache_that_cannot_be_made_is_done_without(start, tmp_path, caplog):

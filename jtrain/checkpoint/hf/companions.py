@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,3 +36,35 @@ class Companions:
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
+
+
+_LOCAL = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
+_PLACES = ("name_or_path", "file", "path", "dir", "cache_dir")
+
+
+def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files as they may leave this machine: JSON settings that name a place on it hold its last name alone.
+
+    transformers writes such settings (`name_or_path`, `tokenizer_file`, ...) and reads none of them.
+    """
+    return {name: _portable(data) if name.endswith("_config.json") else data for name, data in files.items()}
+
+
+def _portable(data: bytes) -> bytes:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    short = shortened(value)
+    return data if short == value else (json.dumps(short, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def shortened(value: Any, key: str = "") -> Any:
+    """A tree with the last name of every absolute path in place of it, where the key says that it is a path."""
+    if isinstance(value, Mapping):
+        return {name: shortened(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item, key) for item in value]
+    if isinstance(value, str) and key.endswith(_PLACES) and _LOCAL.match(value):
+        return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
+    return value

@@ -13,15 +13,18 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 after it
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from jtrain.checkpoint.hf.companions import EXTRA_TEMPLATES, NAMES, Companions
+from jtrain.checkpoint.hf.tensor_file import open_tensors
 from jtrain.checkpoint.hf.weights import Entry
 from jtrain.errors import CheckpointError, ConfigError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+MAX_JSON_BYTES = 256 << 20
+"""Of a JSON file: the index of the largest published models has 10 MB."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERT = (
     "convert it where you trust the file, with transformers: "
@@ -146,7 +149,7 @@ class HfFolder:
         path = inside(self._root, file)
         try:
             if file not in self._handles:
-                self._handles[file] = safe_open(path, "np")
+                self._handles[file] = open_tensors(path)
             return use(self._handles[file])
         except SafetensorError as error:
             raise CheckpointError(
@@ -187,6 +190,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """
     path = inside(folder, name)
     try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has {size:,} bytes", f"a file of this kind has at most {MAX_JSON_BYTES:,}")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 after it
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save
 
+from jtrain.checkpoint.hf.folder import inside, read_json
+from jtrain.checkpoint.hf.tensor_file import open_tensors
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.families import Tensor
 from jtrain.models.lora import Lora
@@ -199,11 +201,7 @@ class AdapterFolder:
         root = Path(self.path).expanduser()
         if not (root / CONFIG).is_file():
             raise ConfigError(f"{self.path} holds no {CONFIG}", "give a folder that PEFT or jtrain export wrote")
-        try:
-            self.config: dict[str, Any] = json.loads((root / CONFIG).read_bytes())
-            assert isinstance(self.config, dict)
-        except (OSError, ValueError, AssertionError) as error:
-            raise CheckpointError(f"{root / CONFIG} is damaged: {error}", "bring it back from a copy") from error
+        self.config = read_json(root, CONFIG)
         self._check()
         if not (root / WEIGHTS).is_file():
             pickled = (root / "adapter_model.bin").exists()
@@ -212,7 +210,7 @@ class AdapterFolder:
                 "save the adapter again where you trust it: PeftModel.save_pretrained(DIR, safe_serialization=True)",
             )
         try:
-            with safe_open(root / WEIGHTS, "np") as file:
+            with open_tensors(inside(root, WEIGHTS)) as file:
                 self.tensors = {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{root / WEIGHTS} is damaged: {error}", "bring it back from a copy") from error

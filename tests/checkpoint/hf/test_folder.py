@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jtrain.checkpoint.hf.companions import portable
 from jtrain.checkpoint.hf.folder import HfFolder
 from jtrain.checkpoint.hf.weights import match
 from jtrain.errors import CheckpointError, ConfigError
@@ -147,6 +148,27 @@ def test_a_shard_that_is_cut_off_is_named(sharded, left):
     refused(path, CheckpointError, shard.name, "cut off", f"{shard.stat().st_size:,} bytes")
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "word"),
+    [
+        ("tensor_file.MAX_HEADER_BYTES", 100, "at most 100 are read"),
+        ("tensor_file.MAX_TENSORS", 1, "tensors; at most 1 are read"),
+        ("folder.MAX_JSON_BYTES", 10, "at most 10"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_is_parsed(whole, limit, value, word, monkeypatch):
+    monkeypatch.setattr(f"jtrain.checkpoint.hf.{limit}", value)
+    refused(whole[0], CheckpointError, word)
+
+
+@pytest.mark.parametrize("length", [2**63, 10**9, 99_999_999])
+def test_a_header_that_claims_more_than_the_file_has_is_refused(sharded, length):
+    path, _ = sharded
+    shard = path / "model-00002-of-00003.safetensors"
+    shard.write_bytes(length.to_bytes(8, "little") + shard.read_bytes()[8:])
+    refused(path, CheckpointError, shard.name, f"{length:,} bytes")
+
+
 def test_a_shard_that_is_missing_is_named(sharded):
     path, tensors = sharded
     (path / "model-00003-of-00003.safetensors").unlink()
@@ -225,3 +247,22 @@ def test_other_folders_are_answered_with_what_is_there(whole, tmp_path):
     refused(path, CheckpointError, "holds no weights")
     (path / "config.json").write_text("{'a': 1}")
     refused(path, CheckpointError, "config.json is not JSON")
+
+
+def test_files_leave_the_machine_without_its_places():
+    settings = {
+        "name_or_path": "/home/me/secret-project/llama",
+        "tokenizer_file": "~/x/tokenizer.json",
+        "model_max_length": 8,
+        "eos_token": "/s",
+        "base": {"_name_or_path": "meta-llama/Llama-3"},
+    }
+    files = {"tokenizer_config.json": json.dumps(settings).encode(), "tokenizer.json": b'{"file": "/a/b"}'}
+    made = portable(files)
+    assert json.loads(made["tokenizer_config.json"]) == settings | {
+        "name_or_path": "llama",
+        "tokenizer_file": "tokenizer.json",
+    }
+    assert made["tokenizer.json"] == files["tokenizer.json"]
+    untouched = {"tokenizer_config.json": b'{"a":1}', "generation_config.json": b"not JSON"}
+    assert portable(untouched) == untouched

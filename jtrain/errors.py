@@ -8,6 +8,20 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+LOST_PEER_SIGNS = (
+    "gloo",
+    "remote process exited",  # NCCL
+    "connection closed by peer",
+    "connection reset by peer",
+    "failed to connect to all addresses",
+    "socket closed",
+    "heartbeat",
+    "barrier timed out",
+    "coordination service",
+    "coordination agent",
+)
+"""What stands in the messages of jax when a peer or the coordinator is gone."""
+
 
 class Exit(IntEnum):
     """Exit codes of every `jtrain` program. Supervisors and job scripts decide by them whether to restart."""

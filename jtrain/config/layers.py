@@ -19,7 +19,7 @@ from jtrain.config.yaml_file import parse_scalar
 from jtrain.errors import ConfigError
 
 ENVIRONMENT = "JTRAIN_"
-RESERVED = frozenset({"JTRAIN_CACHE_DIR"})
+RESERVED = frozenset({"JTRAIN_CACHE_DIR", "JTRAIN_SUPERVISED", "JTRAIN_ATTEMPT", "JTRAIN_LAST_END"})
 """Variables with the prefix that are not fields."""
 
 EXCLUSIVE: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -152,6 +152,8 @@ ALIASES: dict[str, Alias] = {
         Alias("gradient_clip_val", "optimizer.max_grad_norm", _LIGHTNING),
         Alias("max_epochs", "num_train_epochs", _LIGHTNING),
         Alias("log_every_n_steps", "logging.log_every_n_steps", _LIGHTNING),
+        Alias("max_restarts", "faults.max_restarts", _SHORT),
+        Alias("max_infra_restarts", "faults.max_infra_restarts", _SHORT),
         Alias("init_from", "checkpoint.init_from", _SHORT),
         Alias("resume", "checkpoint.resume", _SHORT),
         Alias("model_name_or_path", "model.path", _TRL),

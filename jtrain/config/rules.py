@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from jtrain.config import ladder
 from jtrain.config.names import nearest
 from jtrain.config.preference_rules import check_dpo
 from jtrain.config.schema import Config, MeshConfig
@@ -50,6 +51,7 @@ def check(config: Config) -> Config:
     check_patterns(config)
     check_data(config)
     check_hardware(config)
+    ladder.check(config)
     _schedule(config)
     if config.checkpoint.init_from and isinstance(config.checkpoint.resume, int):
         raise ConfigError(

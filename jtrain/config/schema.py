@@ -372,6 +372,14 @@ class FaultsConfig(Section):
     Under 16-mixed an overflow of the gradients alone is always skipped: the loss scale is halved."""
     max_consecutive_skips: Positive = 20
     """Skipped steps in a row that end the run (exit 15)."""
+    watchdog_minutes: Annotated[float, Field(gt=0.0)] = 15.0
+    """A step, a wait for data or a batch of an evaluation that takes longer is taken for hung (exit 13). The limits of
+    the other phases stand in docs/launch.md."""
+    max_restarts: NotNegative = 10
+    """Times that `jtrain launch` starts the run again after an error of its own (exit 70)."""
+    max_infra_restarts: NotNegative = 20
+    """Times in a row that `jtrain launch` starts it again after lost machines, hangs or full disks (exits 12 to 14, a
+    killed process) with no new durable checkpoint between. A preemption counts for nothing."""
 
 
 class Config(Section):

@@ -39,6 +39,7 @@ from jtrain.data.tokenise import (
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.data.worker import tokenise_parallel
 from jtrain.errors import ConfigError, DataError, StorageError
+from jtrain.progress import report
 
 log = logging.getLogger("jtrain.data")
 
@@ -248,6 +249,7 @@ def _collect(
             for suffix in (*kinds, "lengths"):
                 os.unlink(f"{out}.{suffix}")
             done += chunk.size
+            report()
             if progress is not None:
                 progress(done, total)
         edges = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
@@ -361,7 +363,9 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.info("another process is tokenising the same data; waiting for it")
+            report("queue")
             fcntl.flock(file, fcntl.LOCK_EX)
+            report("init")
         except OSError:  # a file system without locks: work may be done twice, which is safe
             log.debug("%s can't be locked", path)
         yield

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from jtrain import progress
+
 BUCKETS = ("step", "init", "compile", "restore", "data_wait", "save_stall", "eval", "lost_work", "idle")
 EVENT = "goodput"
 _PAUSE_SECONDS = 1.0
@@ -118,11 +120,13 @@ class Goodput:
         """A phase, one of `BUCKETS`; the phase around it rests meanwhile."""
         self._charge()
         self._phases.append(phase)
+        progress.report(phase)
         try:
             yield
         finally:
             self._charge()
             self._phases.pop()
+            progress.report(self._phases[-1])
 
     def stepped(self, step: int) -> None:
         """Takes note that update `step` is done; one that had been made before was lost work."""
@@ -132,6 +136,7 @@ class Goodput:
             self._seconds["lost_work"] += self._since_step
         self.furthest = max(self.furthest, step)
         self._since_step = 0.0
+        progress.report(step=step)
 
     @property
     def seconds(self) -> dict[str, float]:

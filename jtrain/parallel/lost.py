@@ -22,26 +22,13 @@ from typing import Any, NoReturn
 
 from jax._src import distributed  # the client has no public name
 
-from jtrain.errors import Exit, JtrainError, PeerLostError
+from jtrain.errors import LOST_PEER_SIGNS, Exit, JtrainError, PeerLostError
 
 GRACE_SECONDS = 5.0
 """How long a process that hears of another's end may take to end by an error of its own: often it has the same one."""
 
 _WORD = "jtrain/ended"
 _LEFT = "jtrain/left"
-_SIGNS = (
-    "gloo",
-    "remote process exited",  # NCCL
-    "connection closed by peer",
-    "connection reset by peer",
-    "failed to connect to all addresses",
-    "socket closed",
-    "heartbeat",
-    "barrier timed out",
-    "coordination service",
-    "coordination agent",
-)
-"""What stands in the messages of jax when a peer or the coordinator is gone."""
 _leaving = threading.Lock()
 _stop = threading.Event()
 
@@ -104,7 +91,7 @@ def as_peer_lost(error: BaseException) -> PeerLostError | None:
     while seen is not None and several():
         if isinstance(seen, PeerLostError):
             return seen
-        if isinstance(seen, RuntimeError) and any(sign in str(seen).lower() for sign in _SIGNS):
+        if isinstance(seen, RuntimeError) and any(sign in str(seen).lower() for sign in LOST_PEER_SIGNS):
             return PeerLostError(
                 _last_word() or f"another process was lost: {' '.join(str(seen).split())[:200]}",
                 "look for its first error; all processes have to be started again together",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jtrain import progress
 from jtrain.data.loader import DataLoader
 from jtrain.data.rows import Batch, Rows
 from jtrain.errors import ConfigError
@@ -84,6 +85,7 @@ class Evaluator:
         for index in range(self._batches):
             batch = self._prepare(self._loader[index], params, variables)
             current = self._step(params, variables, batch)
+            progress.report()
             if previous is not None:  # read one batch late: the next one is already running
                 _add(sums, previous)
             previous = current

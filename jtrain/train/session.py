@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import os
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax
 from etils import epath
 
 import jtrain
+from jtrain import progress
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.lock import RunLock
 from jtrain.checkpoint.manifest import DamagedCheckpoint
@@ -68,6 +71,8 @@ class Session:
         if is_main():  # the events first: opening the checkpoints may have something to tell
             self._events = Events(run.path)
             self.past = read_past(read_events(run.path))
+            if last := os.environ.get(progress.LAST_END):
+                self.emit("restart", {"attempt": int(os.environ[progress.ATTEMPT]), "last": json.loads(last)})
             self._metrics = MetricsLog(run.path)
             self._trackers = Trackers(config.logging.trackers, run.path)
         section = config.checkpoint
@@ -146,7 +151,10 @@ class Session:
             self.console.message(f"changed on resume: {difference}")
 
     def emit(self, event: str, fields: dict[str, Any] | None = None) -> None:
-        """Writes a line of events.jsonl."""
+        """Writes a line of events.jsonl; a supervisor hears of the newest durable step."""
+        if event in ("durable", "resume"):
+            step = (fields or {})["step"]
+            progress.report(durable=step, step=step if event == "resume" else None)
         if self._events is not None:
             self._events.emit(event, **(fields or {}))
 

@@ -161,6 +161,9 @@ CHANGED = {
     "logging.log_every_n_steps": 1,
     "logging.trackers": (),
     "faults.max_consecutive_skips": 3,
+    "faults.watchdog_minutes": 30.0,
+    "faults.max_restarts": 1,
+    "faults.max_infra_restarts": 2,
 }
 
 SFT, DPO = {"task": "sft"}, {"task": "dpo"}
@@ -238,6 +241,7 @@ def test_every_choice_is_taken(path, choice):
 
 
 RESOLVED = {
+    "faults.watchdog_minutes": "outer_limits",
     "strategy": "mesh",
     "mesh.pipeline": "mesh",
     "mesh.context": "mesh",

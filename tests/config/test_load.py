@@ -169,6 +169,8 @@ def test_sources_take_a_text_a_list_or_paths_with_weights(file):
         ({"resume_from_checkpoint": True}, "checkpoint.resume", "auto"),
         ({"resume_from_checkpoint": 20}, "checkpoint.resume", 20),
         ({"resume": "never"}, "checkpoint.resume", "never"),
+        ({"max_restarts": 1}, "faults.max_restarts", 1),
+        ({"max_infra_restarts": 2}, "faults.max_infra_restarts", 2),
         ({"init_from": "old"}, "checkpoint.init_from", "old"),
         ({"preset": "llama-60m"}, "model.preset", "llama-60m"),
         ({"accumulate_grad_batches": 3}, "gradient_accumulation_steps", 3),

@@ -281,6 +281,9 @@ SEEN = {
     "logging.level": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
     "faults.max_consecutive_skips": "tests/train/test_trainer.py::test_batches_skipped_one_after_the_other_end_the_run",
+    "faults.watchdog_minutes": "tests/config/test_ladder.py::test_the_watchdog_sets_the_limits_of_a_step",
+    "faults.max_restarts": "tests/launch/test_restarts.py::test_errors_of_the_run_itself_have_a_budget_of_their_own",
+    "faults.max_infra_restarts": "tests/launch/test_restarts.py::test_lost_machines_have_a_budget_in_a_row",
 }
 """Field -> the test in which another value has another outcome."""
 

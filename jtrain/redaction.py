@@ -24,7 +24,8 @@ _TEXT_TOKENS = {"bos", "eos", "pad", "unk", "cls", "sep", "mask", "stop", "begin
 _ABOUT_TOKENS = {"id", "ids", "index", "type", "types", "count", "length", "limit", "embedding", "embeddings", "bytes"}
 
 _URL_USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
-_ASSIGNMENT = re.compile(r"([?&]|--?|\b)([A-Za-z][\w.-]{0,63}+)(=| (?=[^\s-]))([^&\s'\",;)]+)")
+_NAME = re.compile(r"([?&]|--?|\b)([A-Za-z][\w.-]{0,63}+)(=| (?=[^\s-]))")
+_VALUE = re.compile(r"[^&\s'\",;)]+")
 _SIGNATURE = re.compile(r"(?i)^(x-\w+-)*(sig|signature|key)$")
 _HEADER = re.compile(r"(?i)\b(bearer|basic) +[\w.~+/=-]{8,}")
 _FORM = re.compile(
@@ -68,7 +69,7 @@ def redact(value: Any, name: str = "", *, prose: bool = True) -> Any:
 
 def redact_url(value: str) -> str:
     """A URL without its user, password and signature; another text as it is."""
-    return _ASSIGNMENT.sub(_assigned, _URL_USER.sub(MASK, value)) if "://" in value else value
+    return _assignments(_URL_USER.sub(MASK, value)) if "://" in value else value
 
 
 def redact_text(text: str, env: Mapping[str, str] | None = None) -> str:
@@ -83,7 +84,7 @@ def redact_text(text: str, env: Mapping[str, str] | None = None) -> str:
         if len(value) >= _LEAST and value in text and is_secret(name) and not value.startswith(("/", "~", ".")):
             text = text.replace(value, MASK)
     text = _FORM.sub(MASK, _HEADER.sub(rf"\1 {MASK}", text))
-    return _ASSIGNMENT.sub(_assigned, _URL_USER.sub(MASK, text))
+    return _assignments(_URL_USER.sub(MASK, text))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
@@ -96,11 +97,16 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def _assigned(found: re.Match[str]) -> str:
-    before, name, equals, _ = found.groups()
-    in_url = before in ("?", "&")
-    if equals == " " and not before.startswith("-"):  # only a flag has its value behind a space
-        return found[0]
-    if is_secret(name) or (in_url and _SIGNATURE.match(name)):
-        return f"{before}{name}{equals}{MASK}"
-    return found[0]
+def _assignments(text: str) -> str:
+    """Masks the values of `name=value`, `--name value` and `?name=value` whose names are those of secrets."""
+    parts, at = [], 0
+    for found in _NAME.finditer(text):
+        before, name, equals = found.groups()
+        if equals == " " and not before.startswith("-"):  # only a flag has its value behind a space
+            continue
+        in_url = before in ("?", "&")
+        value = _VALUE.match(text, found.end())
+        if value and found.start() >= at and (is_secret(name) or (in_url and _SIGNATURE.match(name))):
+            parts += [text[at : found.end()], MASK]
+            at = value.end()
+    return "".join([*parts, text[at:]])

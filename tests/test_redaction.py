@@ -34,6 +34,10 @@ def test_names_that_only_sound_like_it(name):
             "HF_TOKEN=*** python train.py --hub_token *** -x 1",
         ),
         ("--wandb.api-key=abc", "--wandb.api-key=***"),
+        (
+            "url=https://h/a?sig=abc,token=x got https://h/b.c?sig=abc",
+            "url=https://h/a?sig=***,token=*** got https://h/b.c?sig=***",
+        ),
         ("Authorization: Bearer abcdefgh.ijk", "Authorization: Bearer ***"),
         ("401 for hf_" + "a" * 34 + "!", "401 for ***!"),
         ("AKIAIOSFODNN7EXAMPLE", "***"),

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ from jtrain import progress
 from jtrain.config.schema import Config, DistributedConfig
 from jtrain.errors import ConfigError, PeerLostError
 from jtrain.parallel import lost
+from jtrain.parallel.compile_cache import find_cache
 
 log = logging.getLogger(__name__)
 
@@ -99,32 +98,13 @@ def _choose_platform(config: Config, processes: int) -> None:
 
 
 def _compile_cache(setting: str) -> None:
-    """A private folder of compiled programs: it holds native code, so nobody else may write there.
-
-    Raises:
-      ConfigError: someone else can.
-    """
-    if not setting:
+    try:
+        folder = find_cache(setting)
+    except OSError as error:
+        log.warning("no compile cache: %s", error)
         return
-    field, own = "compile_cache", setting if setting != "auto" else ""
-    if not own and (own := os.environ.get("JAX_COMPILATION_CACHE_DIR", "")):
-        field = "JAX_COMPILATION_CACHE_DIR"
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = own or str(base / "jtrain" / "xla")
-    if "://" not in folder:  # who may write to a bucket can't be seen from here
-        try:
-            os.makedirs(folder, exist_ok=True, mode=0o700)
-            state = os.stat(folder)
-        except OSError as error:
-            log.warning("no compile cache: %s", error)
-            return
-        if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o022:
-            raise ConfigError(
-                f"{field}={folder!r} belongs to, or can be written by, another user",
-                f"chmod 700 {folder}, or give another folder: it holds native code that this program runs",
-            )
-    if field == "compile_cache":  # else jax has read it, with what else its variables say
-        jax.config.update("jax_compilation_cache_dir", folder)
+    if folder is not None and folder.field == "compile_cache":  # else jax has read it, with what its variables say
+        jax.config.update("jax_compilation_cache_dir", folder.path)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

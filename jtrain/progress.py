@@ -49,13 +49,24 @@ class Progress:
         return f"{MARK}{json.dumps(dataclasses.asdict(self))}\n"
 
 
-def take(line: str) -> tuple[str, Progress | None]:
-    """Takes what `Progress.line` wrote out of a line of output: the text before it, and what it says, if anything."""
+def end_line(code: int) -> str:
+    """The line that tells the exit code of a process; on its way back through ssh and its wrappers it may be lost."""
+    return f'{MARK}{{"code": {code}}}\n'
+
+
+def take(line: str) -> tuple[str, Progress | int | None]:
+    """Takes such a line out of a line of output.
+
+    Returns:
+      The text before it, and what it says: where the run is, or the exit code of its process. None: it is no such line.
+    """
     text, mark, said = line.partition(MARK)
     if not mark:
         return line, None
     try:
         found = json.loads(said)
+        if "code" in found:
+            return text, int(found["code"])
         return text, Progress(**{name: found[name] for name in ("phase", "step", "durable", "seconds")})
     except (ValueError, KeyError, TypeError):  # cut off by a kill
         return text, None

@@ -51,6 +51,7 @@ class Member:
         self.code: int | None = None
         self.progress = Progress()
         self.spoke = False
+        self._told_code: int | None = None
         self._heard = self._moved = now
         self._texts = {False: b"", True: b""}
         self.process = subprocess.Popen(
@@ -78,13 +79,15 @@ class Member:
             lines, rest = lines + ([rest] if rest else []), b""
         found, kept = [], b""
         for line in lines:
-            text, progress = take((kept + line).decode(errors="replace"))
-            if progress is None:
+            text, said_of_itself = take((kept + line).decode(errors="replace"))
+            kept = text.encode()  # of a line that was cut in two
+            if said_of_itself is None:
                 found.append(text)
                 kept = b""
+            elif isinstance(said_of_itself, Progress):
+                self._note(said_of_itself, now)
             else:
-                self._note(progress, now)
-                kept = text.encode()  # a line that was cut in two
+                self._told_code = said_of_itself
         self._texts[error] = kept + rest
         self._heard = now
         return found
@@ -92,6 +95,11 @@ class Member:
     def _note(self, progress: Progress, now: float) -> None:
         self.progress, self.spoke = progress, True
         self._moved = now - progress.seconds
+
+    def ends(self, code: int) -> None:
+        """Its process has ended with this code; what the leash told of the worker's counts."""
+        code = code if self._told_code is None else self._told_code
+        self.code = 128 - code if 128 < code < 128 + signal.NSIG else code
 
     def send(self, number: signal.Signals) -> None:
         """Passes a signal on to the worker; a leash that is gone is no error."""
@@ -150,7 +158,7 @@ class Gang:
             code = member.process.poll()
             if code is not None:
                 self._drain(member)
-                member.code = 128 - code if 128 < code < 128 + signal.NSIG else code
+                member.ends(code)
                 ended.append(member)
         return ended
 

@@ -2,7 +2,8 @@
 
 Standard input is the leash. When it ends (the supervisor let go, was killed, or its connection broke) the worker and
 everything that it started are killed. A line with a signal's name (`SIGTERM`) is passed on to the worker alone. When
-the worker ends, what it left behind is killed, and its exit code becomes that of this process: 128 + n for signal n.
+the worker ends, what it left behind is killed, and its exit code becomes that of this process (128 + n for signal n);
+it is also told in a line of its own, since not every connection brings it back.
 
 The worker has a session of its own, and asks the kernel to be killed when this process is (PR_SET_PDEATHSIG).
 """
@@ -15,14 +16,29 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
+
+from jtrain.errors import Exit
+from jtrain.progress import end_line
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main(command: Sequence[str]) -> int:
-    """Runs the command and returns its exit code; 127 where it can't be started."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code; 127 where it can't be started.
+
+    Args:
+      arguments: the command; before it `--once KEY`, where a connection that broke may be made again by itself (gcloud
+        does so): the second start with a key is refused.
+    """
+    command = list(arguments)
+    if command[:1] == ["--once"]:
+        if not _first(command[1]):
+            print("error: another process was lost: the connection to this host broke", file=sys.stderr, flush=True)
+            return Exit.PEER_LOST
+        command = command[2:]
     leash, parent = os.dup(0), os.getpid()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -44,7 +60,9 @@ def main(command: Sequence[str]) -> int:
     threading.Thread(target=_hold, args=(leash, worker), daemon=True).start()
     code = worker.wait()
     _kill(worker)
-    return code if code >= 0 else 128 - code
+    code = code if code >= 0 else 128 - code
+    print(end_line(code), end="", file=sys.stderr, flush=True)
+    return code
 
 
 def _hold(leash: int, worker: subprocess.Popen[bytes]) -> None:
@@ -53,6 +71,16 @@ def _hold(leash: int, worker: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(KeyError):
                 worker.send_signal(signal.Signals[line.decode(errors="replace").strip()])
     _kill(worker)
+
+
+def _first(key: str) -> bool:
+    folder = os.path.join(tempfile.gettempdir(), f"jtrain-leashes-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    try:
+        os.close(os.open(os.path.join(folder, os.path.basename(key)), os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    return True
 
 
 def _kill(worker: subprocess.Popen[bytes]) -> None:

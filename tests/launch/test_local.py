@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.cli.main import main
 from jtrain.errors import ConfigError
 from jtrain.launch.attempt import Outcome
 from jtrain.launch.hosts import OUT_SECONDS, Hosts, parse_hosts
@@ -17,19 +16,6 @@ from jtrain.launch.local import Local, gpu_shares
 from tests.launch.test_supervisor import gone
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Runs a command line in an empty folder: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*argv):
-        code = main(argv)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 # -- hosts ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from jtrain.progress import report
 
 attempt = int(os.environ.get("JTRAIN_ATTEMPT", "1"))
-rank = int(os.environ.get("JTRAIN_DISTRIBUTED__PROCESS_ID", "0"))
+rank = int(os.environ.get("JTRAIN_DISTRIBUTED__PROCESS_ID") or os.environ.get("TPU_WORKER_ID", "0"))
 
 
 def at(step=None, durable=None, phase="step"):

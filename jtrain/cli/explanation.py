@@ -38,7 +38,7 @@ def explain(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
       JtrainError: the config can't be run; a missing tokenizer is the only file that is looked for.
     """
-    trainer = _trainer(config)
+    trainer = trainer_without_data(config)
     program = trainer.program
     with trainer.train_loader() as batches:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batches[0])
@@ -65,7 +65,7 @@ def explain(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     return found, besides
 
 
-def _trainer(config: Config) -> PretrainTrainer:
+def trainer_without_data(config: Config) -> PretrainTrainer:
     """The task's own trainer, over one row of zeros in place of its data."""
     changes: dict[str, Any] = {"data": config.data.model_copy(update={"eval": None})}
     if not isinstance(config.max_steps, int):

@@ -43,6 +43,7 @@ VERBS = (
     Verb("data", "data", "prepare: tokenise once to a cache; inspect: show what a batch really holds"),
     Verb("config", "config", "show: the resolved config; schema: JSON schema for editors; docs: the reference page"),
     Verb("explain", "explain", "every parameter's axes, spec and bytes; every collective of the compiled step"),
+    Verb("doctor", "doctor", "versions, devices, memory, disk, data, limits: jtrain doctor [CONFIG] [--flags]"),
     Verb("bench", "bench", "figures of this machine: trainer overhead, loader, saves, start-up"),
 )
 

@@ -66,7 +66,7 @@ def least_of(project: Path) -> dict[str, str]:
 
     lines = tomllib.loads(project.read_text())["project"]["dependencies"]
     found = (re.match(r"([\w-]+)(?:\[\w+\])?>=([\w.]+)", line) for line in lines)
-    return dict(sorted(match.groups() for match in found if match))
+    return dict(sorted((match[1], match[2]) for match in found if match))
 
 
 def write(table: Path, project: Path) -> bool:

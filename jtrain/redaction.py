@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
@@ -85,16 +85,6 @@ def redact_text(text: str, env: Mapping[str, str] | None = None) -> str:
             text = text.replace(value, MASK)
     text = _FORM.sub(MASK, _HEADER.sub(rf"\1 {MASK}", text))
     return _assignments(_URL_USER.sub(MASK, text))
-
-
-def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without secrets: also the value that follows `--hub_token`."""
-    shown: list[str] = []
-    hide = False
-    for argument in arguments:
-        shown.append(MASK if hide and not argument.startswith("-") else redact_text(argument))
-        hide = argument.startswith("-") and "=" not in argument and is_secret(argument)
-    return shown
 
 
 def _assignments(text: str) -> str:

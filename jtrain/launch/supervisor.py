@@ -20,6 +20,7 @@ from jtrain.launch.attempt import Attempt, Limits, Outcome, Watch
 from jtrain.launch.gang import Worker
 from jtrain.launch.restarts import INTERRUPTED, Restarts
 from jtrain.progress import ATTEMPT, LAST_END, SUPERVISED
+from jtrain.redaction import redact_text
 
 WORKER_ENVIRONMENT = {SUPERVISED: "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 """What every worker gets: it tells of its progress, its lines come as they are written, SIGABRT shows its stacks."""
@@ -55,8 +56,8 @@ class Platform(Protocol):
 
 
 def say(text: str) -> None:
-    """A word of the supervisor, on standard error."""
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    """A word of the supervisor, on standard error; a command in it may hold a URL with a password."""
+    print(f"launch: {redact_text(text)}", file=sys.stderr, flush=True)
 
 
 class Supervisor:

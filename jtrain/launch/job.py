@@ -55,6 +55,29 @@ class Job:
         """
         return load_config(self.source, [*self.flags, *flags])
 
+    def check_elastic(self, least: int, most: int) -> None:
+        """Sees that the global batch does not follow from the number of hosts, which may change.
+
+        Raises:
+          ConfigError: it does, or the devices can't be divided over the hosts.
+        """
+        config = self.config
+        if isinstance(config.devices, int) and config.devices % most:
+            raise ConfigError(
+                f"devices: {config.devices} over --hosts {least}:{most} leave a remainder",
+                f"Write devices: {-(-config.devices // most) * most}, those of {most} hosts; or auto.",
+            )
+        if config.per_device_batch_size is None or config.global_batch_size is not None:
+            return
+        rows = config.per_device_batch_size * (config.gradient_accumulation_steps or 1)
+        product = f"{config.per_device_batch_size} x {config.gradient_accumulation_steps or 1} = {rows} rows"
+        raise ConfigError(
+            f"--hosts {least}:{most} with per_device_batch_size and no global_batch_size: {product} a data-parallel "
+            f"rank, so {least} hosts would train with {least}/{most} of the batch of {most}",
+            f"Write global_batch_size, which stays when hosts go ({rows} x the ranks of {most} hosts), "
+            "and leave per_device_batch_size out.",
+        )
+
 
 def make_job(source: str, flags: Sequence[str]) -> Job:
     """Checks CONFIG and its flags, and that the run can be started again.

@@ -39,7 +39,7 @@ class Local:
                 "Write --hosts 1; the hosts of a slice are started by jtrain launch tpu.",
             )
         if self._elastic:
-            _check_batch(job, least, most)
+            job.check_elastic(least, most)
         elif most > 1:
             job.changed("--distributed.num_processes", str(most))  # refused here, and not n times
         self._gpus = gpu_shares(most) if config.accelerator in ("auto", "gpu") else None
@@ -95,26 +95,6 @@ class Local:
         except ConfigError as error:
             return error.message
         return None
-
-
-def _check_batch(job: Job, least: int, most: int) -> None:
-    """An elastic run has one global batch: it must not follow from the number of hosts."""
-    config = job.config
-    if isinstance(config.devices, int) and config.devices % most:
-        raise ConfigError(
-            f"devices: {config.devices} over --hosts {least}:{most} leave a remainder",
-            f"Write devices: {-(-config.devices // most) * most}, those of {most} hosts; or auto.",
-        )
-    if config.per_device_batch_size is None or config.global_batch_size is not None:
-        return
-    rows = config.per_device_batch_size * (config.gradient_accumulation_steps or 1)
-    product = f"{config.per_device_batch_size} x {config.gradient_accumulation_steps or 1} = {rows} rows"
-    raise ConfigError(
-        f"--hosts {least}:{most} with per_device_batch_size and no global_batch_size: {product} a data-parallel rank, "
-        f"so {least} hosts would train with {least}/{most} of the batch of {most}",
-        f"Write global_batch_size, which stays when hosts go ({rows} x the ranks of {most} hosts), "
-        "and leave per_device_batch_size out.",
-    )
 
 
 def meeting(address: str, count: int, rank: int) -> dict[str, str]:

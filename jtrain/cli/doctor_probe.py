@@ -18,6 +18,12 @@ from jtrain.errors import JtrainError
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "TPU_WORKER", "MEGASCALE_", "JTRAIN_")
 """Beginnings of variables by which a process finds others: this one is alone."""
 
+_OF_THE_STATE = (
+    "run_dir", "max_length", "global_batch_size", "per_device_batch_size", "gradient_accumulation_steps", "precision",
+    "model", "data", "mesh", "context", "pipeline", "sharding", "dcn", "optimizer", "checkpoint",
+)  # fmt: skip
+"""What a decoder and its optimizer are made from, the same for every task: the rest is left at its default."""
+
 
 def devices(request: Mapping[str, Any]) -> dict[str, Any]:
     """Platform, kinds, count, and memory of this process's devices."""
@@ -45,23 +51,19 @@ def state(request: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters, bytes of a checkpoint, and bytes of state and gradients on a device."""
     from jtrain.checkpoint import arrays
     from jtrain.cli.explanation import trainer_without_data
-    from jtrain.config import load_config, names
+    from jtrain.config import load_config
     from jtrain.parallel.sharding import bytes_per_device
 
-    fields = request["config"]
+    given = request["config"]
+    fields = {name: given[name] for name in _OF_THE_STATE if name in given}
     changes = {
         "accelerator": "cpu",
         "devices": request["devices"],
-        "distributed": {},
         "compile_cache": "",
         "overlap": "off",
-        "xla_options": {},
         "sharding": {**fields["sharding"], "offload_optimizer": False, "offload_parameters": False},
-        "checkpoint": {**fields["checkpoint"], "init_from": None},
-        "logging": {**fields["logging"], "level": "error"},
+        "data": {"tokenizer": fields["data"]["tokenizer"]},
     }
-    # The decoder and its optimizer are the same for every task.
-    fields = {name: value for name, value in fields.items() if name not in names.choices("task")} | {"task": "pretrain"}
     if fields["precision"] in ("fp8-mixed", "auto"):
         changes["precision"] = "bf16-mixed"  # the same state
     config = load_config({**fields, **changes}, env={})

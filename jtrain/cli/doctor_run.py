@@ -50,7 +50,10 @@ def devices_and_memory(config: Config, given: bool) -> Iterator[Check]:
         return
     wanted = devices_of(config, found["count"] * processes if found and fits else None)
     needs = None
-    answer, failure = probe("state", {"config": config.model_dump(mode="json"), "devices": wanted}, STATE_SECONDS)
+    fields = config.model_dump(mode="json")
+    if "max_length" not in config.model_fields_set:
+        del fields["max_length"]  # a model's own limit is its max_length, where nobody says another
+    answer, failure = probe("state", {"config": fields, "devices": wanted}, STATE_SECONDS)
     if answer is None:
         yield Check("model", "fail", failure, "jtrain explain CONFIG --debug says more")
     elif "failure" in answer:

@@ -21,6 +21,7 @@ from jtrain.observe.partitioned import compile_and_partition
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.parallel.xla import compiler_options
 from jtrain.tasks.pretrain import PretrainTrainer
+from jtrain.tasks.source import ModelSource
 from jtrain.train.optimizers import path_of
 from jtrain.train.program import Program
 
@@ -70,7 +71,7 @@ def trainer_without_data(config: Config) -> PretrainTrainer:
     changes: dict[str, Any] = {"data": config.data.model_copy(update={"eval": None})}
     if not isinstance(config.max_steps, int):
         changes |= {"max_steps": _STEPS, "num_train_epochs": None}
-    config = config.model_copy(update=changes)
+    config = ModelSource(config.model_copy(update=changes)).config  # with the model's own limit as max_length
     store = TokenStore.from_documents([[0] * config.max_length])
     rows = TrainRows([PackedRows(store, plan_rows(store.edges, config.max_length, "best_fit"))], seed=0)
     return PretrainTrainer(config, train_dataset=rows)

@@ -12,11 +12,11 @@ goes on to speak, and `seconds` (since it last got on) grows.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import threading
 import time
+from typing import NamedTuple
 
 PULSE_SECONDS = 5.0
 """Distance of the lines by which a worker tells its supervisor that it is there."""
@@ -28,8 +28,7 @@ _PAUSE_SECONDS = 0.2
 _FAST = ("step", "data_wait")
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Where a run is.
 
     Attributes:
@@ -46,7 +45,7 @@ class Progress:
 
     def line(self) -> str:
         """The line that says so."""
-        return f"{MARK}{json.dumps(dataclasses.asdict(self))}\n"
+        return f"{MARK}{json.dumps(self._asdict())}\n"
 
 
 def end_line(code: int) -> str:
@@ -67,7 +66,7 @@ def take(line: str) -> tuple[str, Progress | int | None]:
         found = json.loads(said)
         if "code" in found:
             return text, int(found["code"])
-        return text, Progress(**{name: found[name] for name in ("phase", "step", "durable", "seconds")})
+        return text, Progress(*(found[name] for name in Progress._fields))
     except (ValueError, KeyError, TypeError):  # cut off by a kill
         return text, None
 
@@ -112,7 +111,7 @@ class Reporter:
             return self._current()
 
     def _current(self) -> Progress:
-        return dataclasses.replace(self._now, seconds=round(time.monotonic() - self._moved, 3))
+        return self._now._replace(seconds=round(time.monotonic() - self._moved, 3))
 
     def _write(self) -> None:
         assert self._descriptor is not None

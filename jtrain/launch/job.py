@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +77,28 @@ class Job:
             f"Write global_batch_size, which stays when hosts go ({rows} x the ranks of {most} hosts), "
             "and leave per_device_batch_size out.",
         )
+
+    def check_data(self, kept: Callable[[str], bool], remedy: str) -> None:
+        """Sees that the sources of data and of the model are found where the run runs.
+
+        Args:
+          kept: whether a path or URL is there.
+          remedy: what to write where it is not.
+
+        Raises:
+          ConfigError: one is not.
+        """
+        config = self.config
+        held_out = config.data.eval if isinstance(config.data.eval, tuple | list) else ()
+        fields = {"data.train": config.data.train, "data.eval": held_out, "data.tokenizer": (config.data.tokenizer,),
+                  "model.path": (config.model.path,)}  # fmt: skip
+        for field, values in fields.items():
+            for value in map(str, filter(None, values or ())):
+                everywhere = value.startswith("hf:") or (field, value) == ("data.tokenizer", "bytes")
+                everywhere |= Path(value).is_relative_to(paths.recipe_folder())  # every installation has them
+                everywhere |= field == "model.path" and paths.is_hub_name(value) and not os.path.exists(value)
+                if not everywhere and not kept(value):
+                    raise ConfigError(f"{field}: {value} is on this machine alone", remedy)
 
 
 def make_job(source: str, flags: Sequence[str]) -> Job:

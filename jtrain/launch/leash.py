@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 
@@ -74,7 +73,7 @@ def _hold(leash: int, worker: subprocess.Popen[bytes]) -> None:
 
 
 def _first(key: str) -> bool:
-    folder = os.path.join(tempfile.gettempdir(), f"jtrain-leashes-{os.getuid()}")
+    folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"jtrain-leashes-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     try:
         os.close(os.open(os.path.join(folder, os.path.basename(key)), os.O_CREAT | os.O_EXCL, 0o600))

@@ -7,7 +7,6 @@ Its disks go with it, so the run directory has to be a URL.
 from __future__ import annotations
 
 import datetime
-import os
 import secrets
 import shlex
 import subprocess
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jtrain.config import paths
 from jtrain.errors import ConfigError, PeerLostError
 from jtrain.launch.attempt import Outcome
 from jtrain.launch.gang import Worker
@@ -276,27 +274,16 @@ def check_places(job: Job, setup: Setup) -> None:
     file = None if job.file is None else job.file.resolve()
     if folder is not None and file is not None and not file.is_relative_to(folder):
         raise ConfigError(f"CONFIG: {job.source} is not in --copy {setup.folder}", "Copy the folder that it is in.")
-    held_out = config.data.eval if isinstance(config.data.eval, tuple | list) else ()
-    fields = {"data.train": config.data.train, "data.eval": held_out, "data.tokenizer": (config.data.tokenizer,),
-              "model.path": (config.model.path,)}  # fmt: skip
-    for field, values in fields.items():
-        for value in values or ():
-            if value is not None and not _is_there(field, str(value), folder):
-                raise ConfigError(
-                    f"{field}: {value} is on this machine alone", "Write gs://…, or --copy the folder that holds it."
-                )
 
+    def kept(value: str) -> bool:
+        if "://" in value:
+            return True
+        if folder is None:
+            return False
+        # Relative paths begin in the folder that is copied.
+        return Path(value).is_relative_to(folder) if Path(value).is_absolute() else any(folder.glob(value))
 
-def _is_there(field: str, value: str, folder: Path | None) -> bool:
-    """Whether a source of data is found on a host too; relative paths begin in the folder that is copied."""
-    if "://" in value or value.startswith("hf:") or (field, value) == ("data.tokenizer", "bytes"):
-        return True
-    if field == "model.path" and paths.is_hub_name(value) and not os.path.exists(value):
-        return True
-    path = Path(value)
-    if not path.is_absolute():
-        return folder is not None and bool(list(folder.glob(value)))
-    return path.is_relative_to(paths.recipe_folder()) or (folder is not None and path.is_relative_to(folder))
+    job.check_data(kept, "Write gs://…, or --copy the folder that holds it.")
 
 
 def _refuse_missing(name: str, state: str) -> None:

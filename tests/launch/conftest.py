@@ -13,6 +13,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
+@pytest.fixture(autouse=True)
+def quick_flags(monkeypatch):
+    """Flags without tyro, which checks each of them once more and takes most of the time of these tests."""
+    from jtrain.config import flags, load
+
+    monkeypatch.setattr(flags, "parse", lambda given, weaker: load.build(flags.to_layer(given).over(weaker)))
+
+
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
     """Runs a command line in an empty folder: (exit code, standard output, standard error)."""
@@ -38,8 +46,16 @@ class Fake:
         return [call for call in map(json.loads, lines) if set(words) <= set(call)]
 
     def runs(self, script):
-        """What a worker does in place of `jtrain train`."""
+        """What a worker does in place of `jtrain train`: Python, with the words of workers.py."""
         (self.folder / "script.py").write_text(script)
+
+    def runs_shell(self, script):
+        """The same as a shell script, which starts in no time; it knows $attempt and $rank, and `meet`."""
+        (self.folder / "script.sh").write_text(
+            "attempt=$JTRAIN_ATTEMPT rank=${JTRAIN_DISTRIBUTED__PROCESS_ID:-0}\n"
+            'meet() { touch "$MEET/$attempt.$rank"; until [ "$(ls "$MEET" | grep -c "^$attempt[.]")" = 2 ]; '
+            "do sleep 0.01; done; }\n" + script
+        )
 
 
 @pytest.fixture
@@ -51,6 +67,7 @@ def fake(tmp_path, monkeypatch):
     python.write_text(
         "#!/bin/bash\n"
         f'if [ "$2" = jtrain ]; then echo "$@" >> {folder}/trained; '
+        f"[ -f {folder}/script.sh ] && exec bash {folder}/script.sh; "
         f'exec {sys.executable} {HERE}/workers.py "$(cat {folder}/script.py)"; fi\n'
         f'exec {shlex.quote(sys.executable)} "$@"\n'
     )
@@ -58,5 +75,9 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE", str(folder))
     monkeypatch.setenv("MEET", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PATH", f"{HERE / 'fakes'}:/usr/bin:/bin")
+    (folder / "bin").mkdir()
+    python3 = folder / "bin" / "python3"  # what the fakes run with
+    python3.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python3.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{HERE / 'fakes'}:{folder / 'bin'}:/usr/bin:/bin")
     return Fake(folder, str(python))

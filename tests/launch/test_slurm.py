@@ -3,7 +3,9 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -107,22 +109,20 @@ def submit(run, tmp_path, fake, *words):
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
-    """A statement by which the script of a worker makes a step durable."""
-    folder = str(tmp_path / "run" / "checkpoints")
-    return lambda step: f"folder = Path({folder!r}) / '{step}'; folder.mkdir(parents=True, exist_ok=True); " \
-                        "(folder / 'manifest.json').touch(); "  # fmt: skip
+def durable(tmp_path):
+    """A command by which a worker makes a step durable."""
+    return lambda step: f'mkdir -p "{tmp_path}/run/checkpoints/{step}"; touch "$_/manifest.json"\n'
 
 
-def test_a_job_is_requeued_by_its_exit_code_until_it_is_done(run, fake, tmp_path, checkpoint):
+def test_a_job_is_requeued_by_its_exit_code_until_it_is_done(run, fake, tmp_path, durable):
     out = submit(run, tmp_path, fake)
     assert "job 4242 is submitted" in out and str(tmp_path / "run" / "slurm-4242.out") in out
-    names = ("ATTEMPT", "LAST_END", "DISTRIBUTED__COORDINATOR_ADDRESS", "DISTRIBUTED__NUM_PROCESSES")
-    fake.runs(
-        f"say(' '.join([f'rank {{rank}}', *(os.environ.get('JTRAIN_' + name, '-') for name in {names})])); meet(2); "
-        + checkpoint(8)
-        + "sys.exit({1: 12 if rank else 0, 2: 10, 3: 13, 4: 0}[attempt])"
-    )
+    fake.runs_shell(f"""
+echo "rank $rank $attempt ${{JTRAIN_LAST_END:--}} $JTRAIN_DISTRIBUTED__COORDINATOR_ADDRESS \
+$JTRAIN_DISTRIBUTED__NUM_PROCESSES"
+{durable(8)} meet
+case $attempt in 1) exit $((rank * 12));; 2) exit 10;; 3) exit 13;; esac
+""")
     controller = Controller(fake, tmp_path)
     assert controller.run() == [12, 10, 13, 0] and controller.requeued() == ["4242"] * 3
     log = controller.log.read_text()
@@ -136,40 +136,39 @@ def test_a_job_is_requeued_by_its_exit_code_until_it_is_done(run, fake, tmp_path
 @pytest.mark.parametrize("code", [14, 15, 64, 65, 66, 70])
 def test_other_codes_end_the_job(code, run, fake, tmp_path):
     submit(run, tmp_path, fake)
-    fake.runs(f"sys.exit({code})")
+    fake.runs_shell(f"exit {code}")
     controller = Controller(fake, tmp_path, SLURM_NTASKS="1")
     assert controller.run() == [code] and not controller.requeued()
     assert "COORDINATOR" not in controller.log.read_text()
 
 
-def test_a_killed_process_is_a_lost_one_and_three_times_at_one_step_a_crash_loop(run, fake, tmp_path, checkpoint):
+@pytest.mark.faults
+def test_a_killed_process_is_a_lost_one_and_three_times_at_one_step_a_crash_loop(run, fake, tmp_path, durable):
     submit(run, tmp_path, fake)
-    fake.runs(checkpoint(8) + "meet(2); rank and die()")
+    fake.runs_shell(durable(8) + "meet; [ $rank = 0 ] || kill -9 $$")
     controller = Controller(fake, tmp_path)
-    # The first attempt makes step 8; three more lose a process there.
     assert controller.run() == [137, 137, 70]
     assert "crash loop: 3 times exit 137 from step 8 on" in controller.log.read_text()
 
 
-def test_restarts_without_progress_are_counted_and_progress_begins_anew(run, fake, tmp_path, checkpoint):
+@pytest.mark.faults
+def test_restarts_without_progress_are_counted_and_progress_begins_anew(run, fake, tmp_path, durable):
     submit(run, tmp_path, fake, "--max-infra-restarts", "2")
-    fake.runs(
-        f"step = min(attempt, 3); exec({checkpoint('STEP')!r}.replace('STEP', str(step))); "
-        "meet(2); sys.exit(12 + attempt % 2)"
-    )
+    fake.runs_shell("step=$((attempt < 3 ? attempt : 3))\n" + durable("$step") + "meet; exit $((12 + attempt % 2))")
     controller = Controller(fake, tmp_path)
-    assert controller.run() == [13, 12, 13, 12, 13]  # 1, 2, 3; then twice more from step 3
+    assert controller.run() == [13, 12, 13, 12, 13]  # steps 1, 2, 3; then twice more from step 3
     assert "faults.max_infra_restarts: 2 is used up" in controller.log.read_text()
 
 
 def test_the_time_limit_saves_and_requeues(run, fake, tmp_path):
     submit(run, tmp_path, fake)
-    fake.runs("saves_on_sigterm(); meet(2); time.sleep(60 if attempt == 1 else 0)")
+    fake.runs_shell("trap 'exit 10' TERM; meet; [ $attempt = 2 ] || while :; do sleep 0.05; done")
     controller = Controller(fake, tmp_path)
     batch = controller.start(0)
     while len(list(tmp_path.glob("1.*"))) < 2:
         assert batch.poll() is None
-    batch.send_signal(10)  # SIGUSR1, five minutes before the limit
+        time.sleep(0.01)
+    batch.send_signal(signal.SIGUSR1)  # as five minutes before the limit
     assert batch.wait(60) == 10 and controller.requeued() == ["4242"]
     assert (fake.folder / "cancelled").read_text() == "--signal=TERM 4242\n"
     assert controller.start(1).wait(60) == 0
@@ -178,7 +177,7 @@ def test_the_time_limit_saves_and_requeues(run, fake, tmp_path):
 
 def test_a_task_of_an_array_requeues_itself_alone_in_its_own_folder(run, fake, tmp_path):
     submit(run, tmp_path, fake, "--array", "0-3", "--vary", "seed")
-    fake.runs("sys.exit(10 if attempt == 1 else 0)")
+    fake.runs_shell("[ $attempt = 2 ] || exit 10")
     # The task whose own id is that of the array.
     controller = Controller(fake, tmp_path, SLURM_NTASKS="1", SLURM_ARRAY_JOB_ID="4242", SLURM_ARRAY_TASK_ID="3")
     assert controller.run() == [10, 0] and controller.requeued() == ["4242_3"]

@@ -105,13 +105,20 @@ def test_the_first_error_is_that_of_the_process_that_failed_and_its_code_ends_th
     assert "it would end the same way again: exit 65" in said
 
 
+@pytest.mark.faults
 def test_a_crash_loop_ends_with_70_and_the_first_errors():
     code, outcomes, said = supervise("at(4, durable=4); say(f'error: a bug at {time.time()}'); sys.exit(70)")
     assert code == 70 and len(outcomes) == 3
     assert "crash loop: 3 times the same error from step 4 on" in said and said.count("attempt 3: rank 0") == 1
 
 
-@pytest.mark.parametrize("phase, limits", [("step", {"step": 0.4}), ("restore", {"restore": 0.4, "step": 0.0001})])
+@pytest.mark.parametrize(
+    "phase, limits",
+    [
+        ("step", {"step": 0.4}),
+        pytest.param("restore", {"restore": 0.4, "step": 0.0001}, marks=pytest.mark.faults),
+    ],
+)
 def test_a_process_that_does_not_get_on_is_named_with_its_stacks_and_killed_with_the_others(phase, limits):
     code, outcomes, said = supervise(f"meet(2); at(9, phase={phase!r}); attempt == 1 and time.sleep(60)",
                                      f"meet(2); at(8, phase={phase!r}); attempt == 1 and time.sleep(60)",
@@ -133,7 +140,7 @@ def test_a_stopped_process_falls_silent_and_is_killed(tmp_path):
     assert "silent for" in outcome.first.text
 
 
-@pytest.mark.parametrize("codes, expected", [((10, 10), 10), ((10, 11), 11)])
+@pytest.mark.parametrize("codes, expected", [((10, 10), 10), pytest.param((10, 11), 11, marks=pytest.mark.faults)])
 def test_sigterm_is_passed_on_and_the_code_is_that_of_the_run(codes, expected):
     scripts = [f"saves_on_sigterm({code}); at(5, durable=5); meet(2); time.sleep(60)" for code in codes]
     platform = Scripts(*scripts, once_met=lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -143,6 +150,7 @@ def test_sigterm_is_passed_on_and_the_code_is_that_of_the_run(codes, expected):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.faults
 def test_a_run_that_ignores_sigterm_is_killed_after_its_time():
     script = "signal.signal(signal.SIGTERM, lambda *_: say('not now')); at(1); meet(1)\nwhile True: time.sleep(1)"
     watch = Watch(lambda: len(list(Path(os.environ["MEET"]).iterdir())))
@@ -150,12 +158,14 @@ def test_a_run_that_ignores_sigterm_is_killed_after_its_time():
     assert outcome.code == 11 and "not now" in err and "still there 0.5 s after SIGTERM" in outcome.first.text
 
 
+@pytest.mark.faults
 def test_a_preemption_from_outside_starts_the_run_again():
     code, outcomes, said = supervise("at(5, durable=5); sys.exit(10 if attempt < 3 else 0)", infra=0, own=0)
     assert code == 0 and [outcome.code for outcome in outcomes] == [10, 10, 0]
     assert "preempted, which counts for nothing" in said
 
 
+@pytest.mark.faults
 def test_the_platform_can_ask_to_leave_or_say_that_the_machines_are_gone():
     for kind, codes in (("leave", [10, 0]), ("lost", [12, 0])):
         for file in Path(os.environ["MEET"]).iterdir():
@@ -174,6 +184,7 @@ def test_a_program_that_cannot_be_started_is_named():
     assert "/no/such/program: can't be started: No such file" in outcome.first.text
 
 
+@pytest.mark.faults
 def test_each_attempt_is_told_of_the_one_before():
     script = "say(os.environ.get('JTRAIN_LAST_END', 'none')); at(3, durable=2); sys.exit(0 if attempt == 2 else 12)"
     platform = Scripts(script)

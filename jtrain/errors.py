@@ -39,6 +39,10 @@ class Exit(IntEnum):
     BUG = 70
 
 
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells have it."""
+
+
 class JtrainError(Exception):
     """Base of all errors with a remedy.
 

@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jtrain.cli.failure import cause_of, describe_bug
-from jtrain.errors import ConfigError, Exit, JtrainError, Preempted
+from jtrain.errors import INTERRUPTED, ConfigError, Exit, JtrainError, Preempted
 from jtrain.observe.goodput import program_begins
 from jtrain.redaction import redact_text
-
-INTERRUPTED = 130
-"""Exit code of a program that Ctrl-C ended, as shells have it."""
 
 
 class Verb(NamedTuple):

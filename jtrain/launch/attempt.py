@@ -32,7 +32,7 @@ class Limits:
 
     phases: Mapping[str, float]
     silence: float = SILENCE_SECONDS
-    last_words: float = 20.0
+    last_words: float = 30.0
     preemption: float = 600.0
     stacks: float = 2.0
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
+from jtrain.errors import INTERRUPTED
 from jtrain.progress import Progress, take
 
 OnLine = Callable[["Member", str, bool], None]
@@ -99,7 +100,7 @@ class Member:
     def ends(self, code: int) -> None:
         """Its process has ended with this code; what the leash told of the worker's counts."""
         code = code if self._told_code is None else self._told_code
-        self.code = 128 - code if 128 < code < 128 + signal.NSIG else code
+        self.code = 128 - code if 128 < code < 128 + signal.NSIG and code != INTERRUPTED else code
 
     def send(self, number: signal.Signals) -> None:
         """Passes a signal on to the worker; a leash that is gone is no error."""

@@ -20,14 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from jtrain.errors import Exit
+from jtrain.errors import INTERRUPTED, Exit
 
 CRASH_LOOP = 3
 """So many equal ends in a row are enough."""
 FIRST_DELAY_SECONDS = 1.0
 LAST_DELAY_SECONDS = 300.0
-INTERRUPTED = 130
-"""Exit code of a program that Ctrl-C ended, as shells have it."""
 UNREACHABLE = 255
 """Exit code of an ssh that has lost its connection."""
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-from jtrain.errors import Exit
+from jtrain.errors import INTERRUPTED, Exit
 from jtrain.launch.attempt import Attempt, Limits, Outcome, Watch
 from jtrain.launch.gang import Worker
-from jtrain.launch.restarts import INTERRUPTED, Restarts
+from jtrain.launch.restarts import Restarts
 from jtrain.progress import ATTEMPT, LAST_END, SUPERVISED
 from jtrain.redaction import redact_text
 
@@ -128,9 +128,9 @@ class Supervisor:
         steps = "no step" if last is None else f"steps {first} to {last}"
         durable = "nothing durable" if outcome.durable is None else f"durable {outcome.durable}"
         lost = f", {outcome.lost_steps} to make again" if outcome.lost_steps else ""
-        end = outcome.end()
-        reason = outcome.left or str(outcome.first or {Exit.DONE: "done"}.get(end.code, "preempted"))  # type: ignore[call-overload]
-        self._say(f"attempt {number} ran {outcome.seconds:.1f} s, {steps}, {durable}{lost}; exit {end.code}: {reason}")
+        code = outcome.end().exit_code
+        reason = outcome.left or str(outcome.first or ("done" if code == Exit.DONE else "preempted"))
+        self._say(f"attempt {number} ran {outcome.seconds:.1f} s, {steps}, {durable}{lost}; exit {code}: {reason}")
         if outcome.first is not None:
             self._firsts.append(f"  attempt {number}: {outcome.first}")
 

@@ -1,6 +1,8 @@
 """`jtrain launch local` and the hosts of a run."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,6 +99,26 @@ def test_gpus_are_divided_over_the_processes(monkeypatch):
     assert gpu_shares(2) == ["0,1", "4,5"] and gpu_shares(1) is None
     with pytest.raises(ConfigError, match="4 GPUs can't be divided over 3"):
         gpu_shares(3)
+
+
+def test_a_launched_run_whose_process_is_killed_ends_well(run, fake, monkeypatch):
+    monkeypatch.setattr("jtrain.launch.local.sys.executable", fake.python)
+    fake.runs_shell("meet; [ $rank = 0 ] && [ $attempt = 1 ] && exit 12; [ $attempt = 2 ] || kill -9 $$")
+    code, _, err = run("launch", "local", "demo", "--hosts", "2", "--max-infra-restarts", "1")
+    assert code == 0, err
+    assert "exit 12: rank 1 (local1): killed by SIGKILL" in err and "done: exit 0 after 2 attempts" in err
+    trained = (fake.folder / "trained").read_text().splitlines()
+    assert trained == ["-m jtrain train demo --max-infra-restarts 1"] * 4
+
+
+def test_every_command_of_the_page_can_be_looked_at(run):
+    page = (ROOT / "docs" / "launch.md").read_text()
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
+    commands = [shlex.split(line)[1:] for line in blocks.splitlines()]
+    assert {command[1] for command in commands} == {"local", "tpu", "slurm", "gke"}
+    for command in commands:
+        code, out, err = run(*command, *([] if "--dry-run" in command else ["--dry-run"]))
+        assert code == 0 and out and not err
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ at(9, durable=8)
 
 def test_a_slice_that_is_there_is_used_and_the_exit_code_comes_through_ssh(run, fake):
     (fake.folder / "state.json").write_text(json.dumps({"request": None, "node": "READY", "made": 1}))
-    fake.runs("say('error: data.train: nothing there'); sys.exit(65)")
+    fake.runs("rank == 0 and say('error: data.train: nothing there'); sys.exit(12 if rank else 65)")
     code, _, err = launch(run, fake, *SLICE)
     assert code == 65 and "rank 0 (slice/0): data.train: nothing there" in err
     assert not fake.calls("create") and not fake.calls("delete") and not fake.calls("queued-resources")

@@ -7,7 +7,7 @@ from typing import Any
 
 from jtrain.cli import args as arguments
 from jtrain.cli.options import parse
-from jtrain.config import ladder
+from jtrain.config import ladder, layers, names
 from jtrain.config.names import nearest
 from jtrain.errors import ConfigError
 from jtrain.launch.attempt import Limits
@@ -22,14 +22,24 @@ LAUNCHERS = {
     "gke": "a JobSet on Kubernetes",
 }
 USAGE = "jtrain launch local | tpu | slurm | gke CONFIG [--options] [--flags]"
+HELP = f"""usage: {USAGE}
+
+Starts every process of a run, watches them, and starts them again from the newest durable step.
+
+{chr(10).join(f"  {name:<6} {text}" for name, text in LAUNCHERS.items())}
+
+  jtrain launch local demo --hosts 2
+  jtrain launch tpu demo --name slice --zone us-central2-b --run_dir gs://bucket/demo --dry-run
+  jtrain launch slurm demo --hosts 4 --gpus-per-node 8 --time 24:00:00 --dry-run
+  jtrain launch gke demo --image registry/jtrain --tpu v5p --topology 4x4x4 --run_dir gs://bucket/demo --dry-run
+
+`jtrain launch local --help` says more. --dry-run prints exactly what would run, and runs nothing."""
 
 
 def run(args: list[str]) -> int:
     """Launches, and returns the exit code of the run."""
     if not args or args[0] in ("-h", "--help"):
-        names = "\n".join(f"  {name:<6} {text}" for name, text in LAUNCHERS.items())
-        print(f"usage: {USAGE}\n\nStarts every process of a run, watches them, and starts them again.\n\n{names}\n")
-        print("`jtrain launch local --help` says more. With --dry-run it prints exactly what would run.")
+        print(HELP)
         return 0
     name, rest = args[0], args[1:]
     if name not in LAUNCHERS:
@@ -42,6 +52,7 @@ def run(args: list[str]) -> int:
         return 0
     own, rest = split(rest, module.OPTIONS)
     _, options = parse(own, module.USAGE, (), module.OPTIONS)
+    _known(rest, module.OPTIONS)
     positional, flags = _positional(rest)
     if not positional:
         from jtrain.config.paths import recipes
@@ -63,6 +74,16 @@ def split(args: list[str], options: dict[str, type]) -> tuple[list[str], list[st
         if kind and kind is not bool and not equals and queue:
             own.append(queue.pop(0))
     return own, rest
+
+
+def _known(rest: list[str], options: dict[str, type]) -> None:
+    """What is no field, and near to an option of the launcher, was meant as that."""
+    for arg in rest:
+        name = arg[2:].partition("=")[0]
+        if not arg.startswith("--") or layers.known(names.plain(name)) or names.nearest_name(names.plain(name)):
+            continue
+        if (meant := nearest(name.replace("_", "-"), options)) is not None:
+            raise ConfigError(f"--{name}: there is no such option", f"Did you mean --{meant}?")
 
 
 def _positional(rest: list[str]) -> tuple[str | None, list[str]]:

@@ -1,5 +1,6 @@
 """`jtrain launch local` and the hosts of a run."""
 
+import importlib
 import os
 import re
 import shlex
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.cli.launch import LAUNCHERS
+from jtrain.config import layers, names
 from jtrain.errors import ConfigError
 from jtrain.launch.attempt import Outcome
 from jtrain.launch.hosts import OUT_SECONDS, Hosts, parse_hosts
@@ -145,6 +148,7 @@ def test_every_command_of_the_page_can_be_looked_at(run):
         ("local demo --max-restarts -1", "at least 0"),
         ("local demo --faults.watchdog_minutes 1", "at least 3"),
         ("local demo --max_step 3", "Did you mean --max_steps"),
+        ("local demo --hots 3", "Did you mean --hosts"),
     ],
 )
 def test_mistakes_are_answered_before_anything_starts(argv, expected, run):
@@ -155,6 +159,14 @@ def test_mistakes_are_answered_before_anything_starts(argv, expected, run):
         assert code == 64 and expected in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_options_stand_in_the_help_and_hide_no_field(name, run):
+    options = importlib.import_module(f"jtrain.cli.launch_{name}").OPTIONS
+    code, out, _ = run("launch", name, "--help")
+    assert code == 0 and all(re.search(rf"--{option}\b", out) for option in options)
+    assert not [option for option in options if layers.known(names.plain(option))]
+
+
 def test_an_elastic_run_needs_a_batch_that_does_not_follow_from_the_hosts(tmp_path):
     (tmp_path / "c.yaml").write_text("accelerator: cpu\nmax_steps: 3\nper_device_batch_size: 4\n")
     with pytest.raises(ConfigError) as error:
@@ -163,7 +175,7 @@ def test_an_elastic_run_needs_a_batch_that_does_not_follow_from_the_hosts(tmp_pa
 
 
 def test_a_supervisor_imports_no_jax():
-    modules = "jtrain.cli.launch_local, jtrain.cli.main"
+    modules = ", ".join(f"jtrain.cli.{name}" for name in ("main", *(f"launch_{x}" for x in LAUNCHERS)))
     script = f"import sys, {modules}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

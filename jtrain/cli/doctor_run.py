@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from jtrain.cli.doctor_checks import GIB, Check, probe, size
@@ -16,6 +14,7 @@ from jtrain.cli.doctor_storage import Needs, run_dir
 from jtrain.config.rules import AXES, resolve_mesh
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError, DataError
+from jtrain.observe.host_memory import available_memory
 
 DEVICE_SECONDS = 90.0
 STATE_SECONDS = 120.0
@@ -128,19 +127,6 @@ def host_memory() -> Check:
     short = free < 2 * GIB
     remedy = "end other programs: importing and compiling take 2 GiB" if short else None
     return Check("host_memory", "warn" if short else "ok", f"{size(free)} free", remedy)
-
-
-def available_memory() -> int:
-    """Bytes that can still be used, by the kernel's estimate and the limits of the control group."""
-    room = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            base = Path("/sys/fs/cgroup")
-            room = min(room, int((base / limit).read_text()) - int((base / used).read_text()))
-    return max(room, 0)
 
 
 def ports(config: Config) -> Check:

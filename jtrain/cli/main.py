@@ -18,6 +18,9 @@ from jtrain.errors import INTERRUPTED, ConfigError, Exit, JtrainError, Preempted
 from jtrain.observe.goodput import program_begins
 from jtrain.redaction import redact_text
 
+EXIT_SECONDS = 60.0
+"""What the interpreter may take to end when all is done."""
+
 
 class Verb(NamedTuple):
     """A word of the command line, the module with its `run(args) -> int`, and what it does."""
@@ -62,14 +65,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         messages.addFilter(_has_no_traceback)
     logging.basicConfig(level=logging.WARNING, handlers=[messages])
     try:
-        return int(_dispatch(args))
+        return _ends(int(_dispatch(args)), argv is None)
     except BrokenPipeError:  # `jtrain config docs | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             print(redact_text("".join(traceback.format_exception(cause_of(error)))), file=sys.stderr, end="")
-        return _ended_by(error, debug)
+        return _ends(_ended_by(error, debug), argv is None)
+
+
+def _ends(code: int, own: bool) -> int:
+    """The end of the program, in bounded time: a thread that never ends would hold up the interpreter.
+
+    Args:
+      code: its exit code.
+      own: whether it is a program of ours, and not a call within another.
+    """
+    lost = sys.modules.get("jtrain.parallel.lost")
+    if own and lost:
+        if code == Exit.PREEMPTED_SAVED:  # there is no time to lose
+            lost.leave(code, "preempted")
+        lost.leave_within(EXIT_SECONDS, code)
+    return code
 
 
 class _WithoutSecrets(logging.Formatter):

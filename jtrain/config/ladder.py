@@ -20,6 +20,8 @@ HEARTBEAT_SECONDS = 100.0
 """`jax.distributed` takes a process for lost that it has not heard of for so long."""
 SILENCE_SECONDS = 150.0
 """The supervisor takes a process for stopped, or its machine for gone, that it has not heard of for so long."""
+PREEMPTION_SECONDS = 600.0
+"""The supervisor kills a run that is still there so long after it was asked to leave."""
 GRACE_SECONDS = 60.0
 """What the supervisor leaves the watchdog within the run to write the stacks and to end it."""
 
@@ -65,8 +67,16 @@ def check(config: Config) -> None:
     """Sees that the ladder is in order.
 
     Raises:
-      ConfigError: `faults.watchdog_minutes` lies below what has to speak before the watchdog.
+      ConfigError: `faults.watchdog_minutes` lies below what has to speak before the watchdog, or
+        `faults.preemption_grace_seconds` above what comes after it.
     """
+    grace = config.faults.preemption_grace_seconds
+    if grace >= PREEMPTION_SECONDS:
+        raise ConfigError(
+            f"faults.preemption_grace_seconds: {grace:g}, and a supervisor kills a run {PREEMPTION_SECONDS:g} s after "
+            "it was asked to leave",
+            f"Write less than {PREEMPTION_SECONDS:g}.",
+        )
     order = (PULSE_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS)
     assert list(order) == sorted(set(order)), order
     inner, outer = limits(config.faults), outer_limits(config.faults)

@@ -16,6 +16,7 @@ from jtrain.config.section import (
     Positive,
     Ratio,
     Section,
+    Signals,
     Strings,
     duration_value,
     held_out,
@@ -375,6 +376,12 @@ class FaultsConfig(Section):
     watchdog_minutes: Annotated[float, Field(gt=0.0)] = 15.0
     """A step, a wait for data or a batch of an evaluation that takes longer is taken for hung (exit 13). The limits of
     the other phases stand in docs/launch.md."""
+    preemption_signals: Signals = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    """Signals that ask the run to save and to leave (exit 10); one that comes later again ends it at once (exit 11)."""
+    preemption_grace_seconds: Annotated[float, Field(gt=0.0)] = 240.0
+    """Once it was asked, a run whose save takes longer leaves without it (exit 11)."""
+    maintenance_notices: Literal["auto", "off"] = "auto"
+    """auto: on Google Cloud, also the end of a spot machine and a maintenance of its host ask the run to leave."""
     max_restarts: NotNegative = 10
     """Times that `jtrain launch` starts the run again after an error of its own (exit 70)."""
     max_infra_restarts: NotNegative = 20

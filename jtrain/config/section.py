@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -62,6 +62,10 @@ def held_out(value: Any) -> Any:
 Duration = Annotated[int | float | str, BeforeValidator(duration_value)]
 """A length of training: steps (`100`), a ratio of the run (`0.05`), or a string: `5%`, `2 epochs`, `1e9 tokens`."""
 Strings = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
+Signals = Annotated[
+    tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU"], ...], BeforeValidator(one_or_many)
+]
+"""Signals that a program may catch and that job systems send."""
 
 
 class Section(BaseModel):

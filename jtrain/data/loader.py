@@ -6,7 +6,8 @@ Each process reads the rows that its devices hold, once, on a thread that runs a
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.data.rows import Rows
 from jtrain.errors import ConfigError
+
+_LOOK_SECONDS = 0.1
 
 
 class DataLoader:
@@ -71,27 +74,43 @@ class DataLoader:
         self._pool = ThreadPoolExecutor(max(1, min(prefetch, 2)), thread_name_prefix="jtrain-data")
         self._ahead: dict[int, Future[dict[str, jax.Array]]] = {}
         self._last = -1
+        self._given_up = False
         self.last_wait_seconds = 0.0
 
     def __getitem__(self, step: int) -> dict[str, jax.Array]:
         """The batch of step >= 0; arrays [A, b, ...], sharded."""
+        batch = self.get(step, lambda: False)
+        assert batch is not None
+        return batch
+
+    def get(self, step: int, give_up: Callable[[], bool]) -> dict[str, jax.Array] | None:
+        """The batch of step >= 0, or None: it is not there yet, and `give_up` says that it need not be waited for.
+
+        A reader that was given up may never end: `close` leaves it alone.
+        """
         started = time.perf_counter()
         for other in [other for other in self._ahead if not step <= other <= step + self._prefetch]:
             self._ahead.pop(other).cancel()
         in_turn = step == self._last + 1
         self._last = step
         future = self._ahead.pop(step, None)
+        if future is None and self._prefetch:
+            future = self._pool.submit(self._read, step)
         if in_turn:
             for later in range(step + 1, step + 1 + self._prefetch):
                 if later not in self._ahead and (self._stop is None or later < self._stop):
                     self._ahead[later] = self._pool.submit(self._read, later)
+        while future is not None and not wait((future,), _LOOK_SECONDS).done:
+            if give_up():
+                self._given_up = True
+                return None
         batch = self._read(step) if future is None else future.result()
         self.last_wait_seconds = time.perf_counter() - started
         return batch
 
     def close(self) -> None:
         """Ends the threads. The loader can't be used afterwards."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=not self._given_up, cancel_futures=True)
         self._ahead.clear()
 
     def __enter__(self) -> DataLoader:

@@ -25,3 +25,13 @@ def peak_memory_gib(devices: Iterable[jax.Device] | None = None) -> float | None
         if peak is not None:
             peaks.append(peak / GIB)
     return max(peaks, default=None)
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Bytes in use and bytes left, of the fullest of this process's devices; None where the backend does not tell."""
+    found = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "bytes_in_use" in stats and "bytes_limit" in stats:
+            found.append((stats["bytes_in_use"], stats["bytes_limit"] - stats["bytes_in_use"]))
+    return min(found, key=lambda pair: pair[1], default=None)

@@ -17,18 +17,27 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from jax._src import distributed  # the client has no public name
 
 from jtrain.errors import LOST_PEER_SIGNS, Exit, JtrainError, PeerLostError
+from jtrain.parallel.store import store
 
 GRACE_SECONDS = 5.0
 """How long a process that hears of another's end may take to end by an error of its own: often it has the same one."""
 
+LEAVE_SECONDS = 20.0
+"""How long it may take to tell the others and to flush; then the process ends without it."""
+hears: list[Callable[[int], None]] = []
+"""Called with the exit code of another process that has ended, before this one follows it."""
+
 _WORD = "jtrain/ended"
 _LEFT = "jtrain/left"
+_FOLLOWED = {int(Exit.PREEMPTED_NOT_SAVED), int(Exit.PREEMPTED_SAVED), int(Exit.HUNG)}
+"""Ends that are those of the whole run: the others end alike, at once."""
 _leaving = threading.Lock()
 _stop = threading.Event()
 
@@ -68,6 +77,16 @@ def watch() -> None:
     sys.excepthook = hook
 
 
+def leave_within(seconds: float, code: int) -> None:
+    """Ends this process with `code` in so many seconds, whatever hangs until then (a disk, a pipe, the coordinator)."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    threading.Thread(target=end, name="jtrain-end", daemon=True).start()
+
+
 def leave(code: int, reason: str) -> NoReturn:
     """Ends this process at once with `code`, after telling the others.
 
@@ -75,10 +94,11 @@ def leave(code: int, reason: str) -> NoReturn:
     the coordinator, goes last: without it the others would be aborted before they can say a word.
     """
     if not _leaving.acquire(blocking=False):
-        time.sleep(10 * GRACE_SECONDS)  # another thread is at it
+        time.sleep(10 * LEAVE_SECONDS)  # another thread is at it
+    leave_within(LEAVE_SECONDS, code)
     if several():
         with contextlib.suppress(RuntimeError):
-            _tell(reason)
+            _tell(reason, code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,9 +120,9 @@ def as_peer_lost(error: BaseException) -> PeerLostError | None:
     return None
 
 
-def _tell(reason: str) -> None:
+def _tell(reason: str, code: int) -> None:
     client: Any = distributed.global_state.client
-    word = json.dumps({"process": process_id(), "reason": reason})
+    word = json.dumps({"process": process_id(), "reason": reason, "code": code})
     with contextlib.suppress(RuntimeError):  # the first word stands
         client.key_value_set(_WORD, word)
     client.key_value_set(f"{_LEFT}/{process_id()}", "")
@@ -114,25 +134,30 @@ def _tell(reason: str) -> None:
         time.sleep(0.1)
 
 
-def _last_word() -> str | None:
+def _word() -> dict[str, Any] | None:
     """What another process said before it went, if one did."""
-    client: Any = distributed.global_state.client
-    word = None
-    if client is not None:
-        with contextlib.suppress(RuntimeError):  # nobody did, or the coordinator is gone
-            word = json.loads(client.key_value_try_get(_WORD))
-    if word is None or word["process"] == process_id():
-        return None
-    return f"process {word['process']} has ended: {word['reason']}"
+    kept = store()
+    found = None if kept is None else kept.get(_WORD)
+    word = None if found is None else json.loads(found)
+    return None if word is None or word["process"] == process_id() else word
+
+
+def _last_word() -> str | None:
+    word = _word()
+    return None if word is None else f"process {word['process']} has ended: {word['reason']}"
 
 
 def _listen() -> None:
     state = distributed.global_state
     seconds = 1.0 + state.num_processes / 1000  # the coordinator answers all of them
     while not _stop.wait(seconds):
-        if (reason := _last_word()) is None:
+        if (word := _word()) is None:
             continue
-        if not _stop.wait(GRACE_SECONDS) and not _leaving.locked():
+        code, reason = word["code"], f"process {word['process']} has ended: {word['reason']}"
+        for hear in hears:
+            hear(code)
+        follows = code in _FOLLOWED
+        if not _stop.wait(0.0 if follows else GRACE_SECONDS) and not _leaving.locked():
             print(f"error: {prefix()}{reason}", file=sys.stderr, flush=True)
-            leave(int(Exit.PEER_LOST), reason)
+            leave(code if follows else int(Exit.PEER_LOST), reason)
         return

@@ -121,6 +121,8 @@ def _detected_processes() -> int | None:
 
 
 def _join(distributed: DistributedConfig) -> None:
+    # Its notifier would take SIGTERM away from us (jtrain/train/preemption.py), and hold it until somebody asks.
+    jax.config.update("jax_enable_preemption_service", False)
     # By itself jax listens on every interface.
     arguments: dict[str, Any] = {}
     if distributed.bind_address:

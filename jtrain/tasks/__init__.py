@@ -34,17 +34,17 @@ def run(config: Config) -> int:
     """
     from jtrain.errors import Preempted
     from jtrain.parallel import processes
-    from jtrain.train.preemption import leaves_at_once
+    from jtrain.train.guard import guarded
     from jtrain.train.session import check_run_dir
 
-    try:
-        with leaves_at_once():
-            processes.start(config)
-            check_run_dir(config)  # now, not when the data has been tokenised
-            trainer = trainer_of(config.task)(config)
-        trainer.fit()
-    except Preempted:
-        processes.shutdown()  # all of them are here
-        raise
-    processes.shutdown()
+    with guarded(config):
+        processes.start(config)
+        check_run_dir(config)  # now, not when the data has been tokenised
+        trainer = trainer_of(config.task)(config)
+        try:
+            trainer.fit()
+        except Preempted:
+            processes.shutdown()  # all of them are here
+            raise
+        processes.shutdown()
     return 0

@@ -18,6 +18,10 @@ from jtrain.train.loss import Loss
 Sums = dict[str, tuple[float, float]]
 
 
+class Interrupted(Exception):
+    """The run was asked to leave while it evaluated."""
+
+
 class FilledRows:
     """Rows for batches that a mesh can divide: every `count` rows are followed by rows past the end.
 
@@ -61,6 +65,7 @@ class Evaluator:
       batches: how many.
       compute_metrics: `sums -> metrics`, added to the figures (name -> (sum, count), `loss` among them).
       prepare: `prepare(batch, params, variables) -> batch`, before the step (`Trainer.prepare`).
+      stop: asked before every batch; True breaks the evaluation off.
     """
 
     def __init__(
@@ -71,18 +76,25 @@ class Evaluator:
         compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
         *,
         prepare: Callable[[Any, Any, Any], Any] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ):
         self._step, self._loader, self._batches, self._compute = step, loader, batches, compute_metrics
         self._prepare = prepare or (lambda batch, params, variables: batch)
+        self._stop = stop
 
     def __call__(self, params: Any, variables: Any) -> dict[str, float]:
         """`eval_loss`, `eval_<name>` for every metric of the loss that has a count, and the computed ones.
 
         A metric whose name begins with `_` is for `compute_metrics` alone.
+
+        Raises:
+          Interrupted: `stop` said so.
         """
         sums: Sums = {}
         previous: Loss | None = None
         for index in range(self._batches):
+            if self._stop():
+                raise Interrupted
             batch = self._prepare(self._loader[index], params, variables)
             current = self._step(params, variables, batch)
             progress.report()

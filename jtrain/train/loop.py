@@ -3,17 +3,22 @@
 Step k means that k updates have been applied. Batches are numbered by use: batch i = updates + skipped steps so far, so
 that data and randomness are functions of (seed, i) and a resumed run reads on where it stopped. Figures of a step are
 read while the next one runs; only an evaluation, a save and the end wait for the device.
+
+Whether to leave is asked before every update and before every batch of an evaluation: the places that all processes of
+a run pass alike.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jtrain.data.loader import DataLoader
 from jtrain.errors import Preempted
+from jtrain.train.evaluation import Interrupted
 from jtrain.train.faults import FiniteCheck
+from jtrain.train.guard import Guard
 from jtrain.train.meter import Meter
-from jtrain.train.preemption import Preemption
 from jtrain.train.session import Session
 
 if TYPE_CHECKING:
@@ -26,15 +31,17 @@ class Loop:
     Args:
       trainer: whose state, counters and callbacks it moves on.
       session: the open run directory.
-      preemption: polled after every update.
+      guard: asked whether to leave.
+      resumed: whether the run goes on from a step that is durable.
     """
 
-    def __init__(self, trainer: Trainer, session: Session, preemption: Preemption):
-        self._trainer, self._session, self._preemption = trainer, session, preemption
+    def __init__(self, trainer: Trainer, session: Session, guard: Guard, *, resumed: bool):
+        self._trainer, self._session, self._guard, self._resumed = trainer, session, guard, resumed
         self._meter = Meter(trainer)
         scaling = trainer.program.precision.loss_scaling
         self._finite_check = FiniteCheck(trainer.config.faults, loss_scaling=scaling, emit=session.emit)
         self._figures: dict[str, Any] = {}
+        self._begun = False
         self._logged = self._evaluated = trainer.counters.step
 
     def run(self) -> None:
@@ -45,34 +52,71 @@ class Loop:
         """
         trainer, session, counters = self._trainer, self._session, self._trainer.counters
         with trainer.train_loader() as loader:
+            batch = self._batch(loader, counters.batches)
+            if self._resumed and self._guard.poll():  # now, and not when the program has been compiled
+                self._leave(counters.step)
             with trainer.goodput("compile"):
-                trainer.train_step.compile(trainer.state, self._prepared(self._batch(loader, counters.batches)))
+                trainer.train_step.compile(trainer.state, self._prepared(batch))
             trainer.say(f"train_step compiled in {trainer.train_step.seconds:.1f} s")
             trainer.account()
             self._meter.restart()
             in_flight: dict[str, Any] | None = None
             while not self._ends():
                 running = int(in_flight is not None)
-                trainer.callbacks("on_step_start", trainer, counters.step + running + 1)
                 batch = self._batch(loader, counters.batches + running)
+                if self._leaves():
+                    if in_flight is not None:
+                        self._retire(in_flight)
+                    self._boundary(True)
                 self._meter.waited(loader.last_wait_seconds)
-                trainer.state, metrics = trainer.train_step(trainer.state, self._prepared(batch))
+                trainer.callbacks("on_step_start", trainer, counters.step + running + 1)
+                prepared, began = self._prepared(batch), time.perf_counter()
+                trainer.state, metrics = trainer.train_step(trainer.state, prepared)
+                self._meter.dispatched(time.perf_counter() - began)
                 if in_flight is not None:
                     self._retire(in_flight)
                 in_flight = metrics
                 if session.checkpoints is not None:
                     session.checkpoints.poll()
-                preempted = self._preemption.requested(counters.batches + 1)
                 # The device is waited for only when something is due once the update in flight is done.
-                if preempted or trainer.requests or session.due(counters.step + 1):
+                if trainer.requests or session.due(counters.step + 1):
                     self._retire(in_flight)
                     in_flight = None
-                    self._boundary(preempted)
+                    self._boundary(False)
                     self._meter.restart()
 
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluates, or None: the run was asked to leave. What follows has to be `leave`."""
+        self._trainer.interrupts = self._guard.poll
+        try:
+            return self._trainer.evaluate()
+        except Interrupted:
+            return None
+        finally:
+            self._trainer.interrupts = bool
+
+    def leave(self) -> NoReturn:
+        """Leaves after an evaluation that was broken off.
+
+        Raises:
+          Preempted: always.
+        """
+        self._leave(self._trainer.counters.step)
+
     def _batch(self, loader: DataLoader, number: int) -> dict[str, Any]:
+        """A batch; an empty one where the run leaves before it would be used."""
         with self._trainer.goodput("data_wait"):
-            return loader[number]
+            return loader.get(number, lambda: self._stops_here and self._guard.is_next()) or {}
+
+    @property
+    def _stops_here(self) -> bool:
+        """A new run makes one update: before that there is nothing to save."""
+        return self._resumed or self._begun
+
+    def _leaves(self) -> bool:
+        """Whether to leave before the next update."""
+        stops, self._begun = self._stops_here, True
+        return stops and self._guard.poll()
 
     def _prepared(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self._trainer.prepare(batch, self._trainer.state.params, self._trainer.state.variables)
@@ -108,12 +152,16 @@ class Loop:
         trainer.counters.owes_evaluation = wanted and preempted  # made good at the next start
         metrics: dict[str, float] = {}
         if wanted and not preempted:
-            self._evaluated = step
-            metrics = trainer.evaluate()
-            trainer.callbacks("on_evaluate", trainer, metrics)
-            if self._ends() and not last:  # early stopping
-                last = True
+            found = self.evaluate()
+            if found is None:
+                trainer.counters.owes_evaluation = preempted = True
                 self._log()
+            else:
+                self._evaluated, metrics = step, found
+                trainer.callbacks("on_evaluate", trainer, metrics)
+                if self._ends() and not last:  # early stopping
+                    last = True
+                    self._log()
         if preempted or last or "save" in requests or session.saves(step):
             requests.discard("save")
             trainer.save(metrics)
@@ -122,12 +170,17 @@ class Loop:
         if "stop" in requests and not last:  # asked for by a callback of the save: what a last step owes is made good
             self._boundary(preempted)
 
-    def _leave(self, step: int) -> None:
+    def _leave(self, step: int) -> NoReturn:
         self._trainer.callbacks("on_preemption", self._trainer, step)
         saved = self._session.checkpoints is not None
         self._trainer.wait()
+        if saved:
+            self._guard.saved()
         self._trainer.account(last=True)
-        self._session.emit("preempted", {"step": step, "saved": saved})
+        preemption = self._guard.preemption
+        seconds = round(time.monotonic() - preemption.asked_at, 3)
+        fields = {"step": step, "saved": saved, "reason": preemption.reason, "seconds": seconds}
+        self._session.emit("preempted", fields)
         raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
 
     def _log(self) -> None:
@@ -135,6 +188,7 @@ class Loop:
         if self._logged != step:  # a step has one line
             self._logged = step
             self._trainer.log("train", self._meter.record(self._figures))
+            self._guard.logged(step, *self._meter.pace)
 
     def _ends(self) -> bool:
         """Whether the step just made is the run's last, as far as is known."""

@@ -20,15 +20,21 @@ _OF_THE_STEP = ("loss", "learning_rate", "grad_norm", "finite", "tokens", "sums"
 
 
 class Meter:
-    """Measures from one log point to the next; time spent in evaluation and saving does not count."""
+    """Measures from one log point to the next; time spent in evaluation and saving does not count.
+
+    Attributes:
+      pace: of the last record: seconds of an update, those of them in which this process did not wait for the device,
+        and how many updates.
+    """
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._devices = trainer.mesh.devices.size
         kind = trainer.mesh.devices.flat[0].device_kind
         self._peak = peak_flops(kind, trainer.program.precision.name)
-        self._seconds = self._wait = 0.0
+        self._seconds = self._wait = self._device = 0.0
         self._tokens = self._steps = 0
+        self.pace = (0.0, 0.0, 0)
         self.restart()
 
     def restart(self) -> None:
@@ -39,10 +45,16 @@ class Meter:
         """Takes note of a wait for data."""
         self._wait += seconds
 
+    def dispatched(self, seconds: float) -> None:
+        """Takes note of the time that the call of the step took: where it is not asynchronous, it is the step."""
+        self._device += seconds
+
     def read(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The figures of a step as Python numbers; waits until it is done."""
+        began = time.perf_counter()
         host = jax.device_get({name: value for name, value in metrics.items() if name not in ("step", "skipped")})
         now = time.perf_counter()
+        self._device += now - began
         self._seconds += now - self._mark
         self._mark = now
         self._steps += 1
@@ -81,7 +93,9 @@ class Meter:
             "skipped_steps": trainer.counters.skipped,
             "epoch": trainer.epoch,
         }
-        self._seconds = self._wait = 0.0
+        busy = max(0.0, self._seconds - self._device) / self._steps
+        self.pace = (self._seconds / self._steps, busy, self._steps)
+        self._seconds = self._wait = self._device = 0.0
         self._tokens = self._steps = 0
         return record
 

@@ -15,6 +15,7 @@ from etils import epath
 
 import jtrain
 from jtrain import progress
+from jtrain.checkpoint import peers
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.lock import RunLock
 from jtrain.checkpoint.manifest import DamagedCheckpoint
@@ -28,6 +29,7 @@ from jtrain.observe.goodput import Past, read_past
 from jtrain.observe.metrics import Events, MetricsLog, read_events
 from jtrain.observe.trackers import Trackers
 from jtrain.parallel.processes import agree, is_main
+from jtrain.train.preemption import STOP_FILE
 from jtrain.train.timetable import Timetable
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Session:
 
     def _open(self, config: Config) -> None:
         run = open_run_dir(config.run_dir)
+        _check_stop(run.path)
         self._lock = RunLock(run.path, run.run_id)
         self._lock.acquire()
         if is_main():  # the events first: opening the checkpoints may have something to tell
@@ -202,12 +205,19 @@ def check_run_dir(config: Config) -> None:
     if config.fast_dev_run:
         return
     run = open_run_dir(config.run_dir)
+    _check_stop(run.path)
     with RunLock(run.path, run.run_id), Checkpoints(run.path, read_only=True) as checkpoints:
         _check_fresh(config, checkpoints)
         for step in reversed(checkpoints.steps()):
             with contextlib.suppress(CheckpointError):  # restore deals with it
                 resumable(checkpoints.read_meta(step), config, None)
                 return
+
+
+def _check_stop(run_dir: epath.Path) -> None:
+    path = run_dir / STOP_FILE
+    if peers.exchange("stop_file", path.exists() if peers.index() == 0 else None)[0]:
+        raise ConfigError(f"{path} is there: the run was asked to stop", "remove it to go on")
 
 
 def _check_fresh(config: Config, checkpoints: Checkpoints) -> None:

@@ -32,10 +32,10 @@ from jtrain.train.adapters import counts
 from jtrain.train.callbacks import Callback, CallbackList, early_stopping
 from jtrain.train.compiled import CompiledStep
 from jtrain.train.evaluation import Evaluator, FilledRows
+from jtrain.train.guard import Guard, guarded
 from jtrain.train.history import History
 from jtrain.train.loop import Loop
 from jtrain.train.loss import LossFn
-from jtrain.train.preemption import Preemption
 from jtrain.train.program import InitialWeights, build_program, mesh_and_batch
 from jtrain.train.session import Counters, Session
 from jtrain.train.state import TrainState, combine
@@ -130,6 +130,7 @@ class Trainer:
         self._state: TrainState | None = None
         self._session: Session | None = None
         self.requests: set[str] = set()  # log, evaluate, save, stop: see `request_...`
+        self.interrupts: Callable[[], bool] = bool  # breaks an evaluation off; never, unless the loop says when
         self._trained = False
         self.history = History()
 
@@ -142,11 +143,12 @@ class Trainer:
         if self.train_rows is None:
             raise ConfigError("train_data is missing", "pass train_data, or name files in data.train")
         self.history = History()
-        with Preemption() as preemption, self._open_session() as session:
+        with guarded(self.config) as guard, self._open_session(guard) as session:
             self.goodput.open(session.past)
             self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
             total, owed = self.timetable.max_steps, self.counters.owes_evaluation and self.eval_rows is not None
+            loop = Loop(self, session, guard, resumed=session.last_save_step is not None)
             if self.ends() and not owed:
                 self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")
                 session.emit("end", {"step": self.counters.step})
@@ -155,10 +157,12 @@ class Trainer:
                 with self.goodput("step"):
                     self.callbacks("on_fit_start", self)
                     if owed:  # the last start was preempted where an evaluation was due
-                        self.callbacks("on_evaluate", self, self.evaluate())
+                        if (metrics := loop.evaluate()) is None:
+                            loop.leave()
+                        self.callbacks("on_evaluate", self, metrics)
                     if not self.ends():
                         self._trained = True
-                        Loop(self, session, preemption).run()
+                        loop.run()
                     self.callbacks("on_fit_end", self)
                     self.wait()  # `end` is not said before the last save is durable
                 self.account(last=True)
@@ -171,6 +175,7 @@ class Trainer:
                 if (lost := as_peer_lost(error)) is not None:
                     raise lost from error
                 raise
+            guard.done()
             session.emit("end", {"step": self.counters.step})
             self.say(f"done: step {self.counters.step}" + ("" if session.dry else f", saved in {self.config.run_dir}"))
         return self.history
@@ -343,14 +348,17 @@ class Trainer:
         self.requests.add("stop")
 
     @contextlib.contextmanager
-    def _open_session(self) -> Iterator[Session]:
+    def _open_session(self, guard: Guard) -> Iterator[Session]:
         self.requests.clear()
+        guard.begin()
         with Session(self.config, self.timetable) as session:
             self._session = session
+            guard.open(session.emit, self.timetable.max_steps)
             try:
                 yield session
             finally:
                 self._session = None
+                guard.close()
 
     def _restore_or_init(self, session: Session) -> None:
         source = self.config.checkpoint.init_from
@@ -389,5 +397,10 @@ class Trainer:
         batches = -(-len(rows) // size)
         limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
         return Evaluator(
-            self._eval_step, loader, min(batches, limit or batches), self._compute_metrics, prepare=self.prepare
+            self._eval_step,
+            loader,
+            min(batches, limit or batches),
+            self._compute_metrics,
+            prepare=self.prepare,
+            stop=self.interrupts,
         )

@@ -162,6 +162,8 @@ CHANGED = {
     "logging.trackers": (),
     "faults.max_consecutive_skips": 3,
     "faults.watchdog_minutes": 30.0,
+    "faults.preemption_signals": ("SIGHUP",),
+    "faults.preemption_grace_seconds": 30.0,
     "faults.max_restarts": 1,
     "faults.max_infra_restarts": 2,
 }

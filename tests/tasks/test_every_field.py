@@ -282,6 +282,10 @@ SEEN = {
     "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
     "faults.max_consecutive_skips": "tests/train/test_trainer.py::test_batches_skipped_one_after_the_other_end_the_run",
     "faults.watchdog_minutes": "tests/config/test_ladder.py::test_the_watchdog_sets_the_limits_of_a_step",
+    "faults.preemption_signals": "tests/train/test_preemption.py::test_signals_of_the_config_save_and_leave",
+    "faults.preemption_grace_seconds": "tests/train/test_guard.py::"
+    "test_a_save_that_takes_longer_than_the_grace_is_left_behind",
+    "faults.maintenance_notices": "tests/train/test_notices.py::test_notices_are_looked_for_where_the_config_says_so",
     "faults.max_restarts": "tests/launch/test_restarts.py::test_errors_of_the_run_itself_have_a_budget_of_their_own",
     "faults.max_infra_restarts": "tests/launch/test_restarts.py::test_lost_machines_have_a_budget_in_a_row",
 }

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain import Callback
-from jtrain.errors import Exit, Preempted
-from jtrain.observe.metrics import read_metrics
-from jtrain.train.preemption import leaves_at_once
+from jtrain import Callback, progress
+from jtrain.config import load_config
+from jtrain.data.arrays import as_rows
+from jtrain.errors import ConfigError, Exit, Preempted
+from jtrain.observe.metrics import read_events, read_metrics
+from jtrain.train.guard import _here, guarded
 from jtrain.train.session import Session
-from tests.train.fits import Diary, checkpoints, examples, make
+from tests.train.fits import BATCH, Diary, checkpoints, examples, make
 
 
 def run(run_dir, callbacks=(), **changes):
@@ -26,7 +28,21 @@ def run(run_dir, callbacks=(), **changes):
 
 def terminate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
+    if getattr(_here, "guard", None) is not None:
+        wait_until_asked()
     return {}
+
+
+def until(true, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert true()
+
+
+def wait_until_asked():
+    """A signal is taken by a thread of its own, a moment later."""
+    until(lambda: _here.guard.preemption.reason)
 
 
 class At(Callback):
@@ -73,8 +89,27 @@ def test_a_signal_while_the_step_compiles_stops_after_the_first_step(tmp_path, u
     goes_on(tmp_path, undisturbed)
 
 
-def test_a_signal_during_an_evaluation_lets_it_end_and_stops_after_the_next_step(tmp_path, undisturbed):
-    assert stops_at(run(tmp_path, compute_metrics=terminate)) == 4
+def test_a_signal_at_the_end_of_an_evaluation_stops_before_the_next_step(tmp_path, undisturbed):
+    assert stops_at(run(tmp_path, compute_metrics=terminate)) == 3
+    assert [line["step"] for line in read_metrics(tmp_path, "eval")] == [3]
+    goes_on(tmp_path, undisturbed)
+
+
+def test_a_signal_during_an_evaluation_breaks_it_off_and_the_next_start_makes_it_good(tmp_path, undisturbed):
+    trainer = run(tmp_path)
+    prepare, calls = trainer.prepare, []
+
+    def prepare_or_terminate(batch, params, variables):
+        evaluates = trainer.interrupts is not bool
+        calls.append(evaluates)
+        if calls.count(True) == 1 and evaluates:
+            terminate()
+            wait_until_asked()
+        return prepare(batch, params, variables)
+
+    trainer.prepare = prepare_or_terminate
+    assert stops_at(trainer) == 3 and calls.count(True) == 1
+    assert read_metrics(tmp_path, "eval") == []
     goes_on(tmp_path, undisturbed)
 
 
@@ -137,8 +172,60 @@ def test_fit_again_in_one_process_goes_on_after_a_stop_and_leaves_a_finished_run
 
 
 def test_before_the_first_step_sigterm_ends_the_run_at_once_and_gives_the_handler_back():
-    with pytest.raises(Preempted) as caught, leaves_at_once():
+    with pytest.raises(Preempted) as caught, guarded(load_config({})):
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(10)
+        threading.Event().wait(10)
     assert caught.value.exit_code == 11
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_before_the_first_step_another_reason_ends_it_too():
+    with pytest.raises(Preempted), guarded(load_config({})) as guard:
+        threading.Timer(0.1, guard.preemption.ask, ("the end of this spot machine",)).start()
+        threading.Event().wait(10)
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
+def test_signals_of_the_config_save_and_leave(name, tmp_path):
+    send = lambda trainer, number: number == 2 and (signal.raise_signal(getattr(signal, name)), wait_until_asked())
+    ask = Callback()
+    ask.on_step_start = send
+    changes = {} if name == "SIGUSR1" else {"faults": {"preemption_signals": [name]}}
+    assert stops_at(run(tmp_path, [ask], **changes)) == 2
+    (event,) = read_events(tmp_path, "preempted")
+    assert (event["step"], event["saved"], event["reason"]) == (2, True, name)
+
+
+def test_a_stop_file_saves_and_leaves_and_keeps_the_run_from_starting(tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setattr("jtrain.train.beside._STOP_SECONDS", 0.0)
+    ask = Callback()
+    ask.on_step_start = lambda trainer, number: number == 5 and ((tmp_path / "STOP").touch(), wait_until_asked())
+    assert stops_at(run(tmp_path, [ask])) == 5
+    with pytest.raises(ConfigError, match=r"STOP is there.*\n.*remove it"):
+        run(tmp_path).fit()
+    (tmp_path / "STOP").unlink()
+    goes_on(tmp_path, undisturbed)
+
+
+def test_a_wait_for_data_is_broken_off(tmp_path, undisturbed):
+    rows, stalled = as_rows(examples(), seed=None), threading.Event()
+
+    class Stalls:
+        def __len__(self):
+            return len(rows)
+
+        def rows(self, indices):
+            if indices[0] == 3 * BATCH and not stalled.is_set():
+                stalled.wait(30)
+            return rows.rows(indices)
+
+    waits = lambda: progress.current().phase == "data_wait" and progress.current().seconds > 0.3
+    trainer = run(tmp_path, rows=Stalls())
+    watch = threading.Thread(target=lambda: (until(waits), terminate()))
+    watch.start()
+    try:
+        assert stops_at(trainer) == 3
+    finally:
+        stalled.set()
+        watch.join()
+    goes_on(tmp_path, undisturbed)

@@ -219,8 +219,10 @@ def test_a_worker_dies_with_its_leash():
     )  # fmt: skip
     pid = int(leash.stdout.readline())
     leash.send_signal(signal.SIGKILL)
-    leash.communicate()
+    leash.wait()
     assert gone(pid)
+    leash.stdin.close()
+    leash.stdout.close()
 
 
 @pytest.mark.parametrize("ends, code", [("os._exit(13)", 13), ("os.kill(os.getpid(), 9)", 137)])

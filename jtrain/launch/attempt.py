@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from jtrain.config.ladder import SILENCE_SECONDS
+from jtrain.config.ladder import PREEMPTION_SECONDS, SILENCE_SECONDS
 from jtrain.errors import Exit
 from jtrain.launch.first_error import FirstError, Report
 from jtrain.launch.gang import Gang, Member, Worker
@@ -33,7 +33,7 @@ class Limits:
     phases: Mapping[str, float]
     silence: float = SILENCE_SECONDS
     last_words: float = 30.0
-    preemption: float = 600.0
+    preemption: float = PREEMPTION_SECONDS
     stacks: float = 2.0
 
 

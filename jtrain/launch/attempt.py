@@ -25,7 +25,8 @@ class Limits:
     Attributes:
       phases: phase -> without getting on.
       silence: without a word of a process that spoke before.
-      last_words: from the first end in the gang to the kill of the others, so that their errors arrive.
+      last_words: from the first end in the gang to the kill of the others, so that their errors arrive; a third of it
+        after a signal, which leaves little to tell.
       preemption: from SIGTERM to the kill.
       stacks: from the request for stacks to the kill of a gang that hangs.
     """
@@ -117,7 +118,7 @@ class Attempt:
         self._errors = FirstError()
         self._began = clock()
         self._outcome = Outcome(durable=durable)
-        self._first_end: float | None = None
+        self._kill_at: float | None = None
         self._told_to_leave: float | None = None
         self._told = 0
         self._ended: list[Member] = []
@@ -157,8 +158,9 @@ class Attempt:
                 member.code = int(Exit.PREEMPTED_NOT_SAVED)
             self._ended.append(member)
             self._errors.ended(member.rank, member.host, member.code)
-            if member.code != Exit.DONE and self._first_end is None:
-                self._first_end = self._clock()
+            if member.code != Exit.DONE and self._kill_at is None:
+                seconds = self._limits.last_words
+                self._kill_at = self._clock() + (seconds if member.code > 0 else seconds / 3)
 
     def _steps(self, gang: Gang) -> None:
         outcome = self._outcome
@@ -176,7 +178,7 @@ class Attempt:
     def _is_over(self, gang: Gang) -> bool:
         """Whether what is left of the gang has to be killed now."""
         now, limits = self._clock(), self._limits
-        if self._first_end is not None and now - self._first_end > limits.last_words:
+        if self._kill_at is not None and now > self._kill_at:
             return True
         if self._told_to_leave is not None and now - self._told_to_leave > limits.preemption:
             self._say(f"not gone {limits.preemption:g} s after SIGTERM: killed")

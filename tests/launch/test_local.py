@@ -114,6 +114,19 @@ def test_a_launched_run_whose_process_is_killed_ends_well(run, fake, monkeypatch
     assert trained == ["-m jtrain train demo --max-infra-restarts 1"] * 4
 
 
+@pytest.mark.faults
+def test_an_elastic_run_goes_on_with_what_is_there(run, fake, monkeypatch):
+    monkeypatch.setattr("jtrain.launch.local.sys.executable", fake.python)
+    fake.runs_shell("[ $attempt = 2 ] || { [ $rank = 3 ] && kill -9 $$; sleep 60; }")
+    words = ("--hosts", "2:4", "--devices", "4", "--mesh", "data=-1")
+    code, _, err = run("launch", "local", "cpu-tiny", *words)
+    assert code == 0, err
+    assert "attempt 1: 4 processes on local0, local1, local2, local3" in err
+    assert "attempt 2: 2 processes on local0, local1" in err  # 8 rows can't be divided over 3
+    trained = (fake.folder / "trained").read_text().splitlines()
+    assert [line.rpartition(" ")[2] for line in trained] == ["4"] * 4 + ["2"] * 2
+
+
 def test_every_command_of_the_page_can_be_looked_at(run):
     page = (ROOT / "docs" / "launch.md").read_text()
     blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")

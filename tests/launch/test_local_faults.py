@@ -136,6 +136,19 @@ def test_k1_a_process_that_is_killed_while_they_meet_is_no_end(corpus, uninterru
     check(config, uninterrupted)
 
 
+def test_an_elastic_run_goes_on_with_one_process_and_the_same_rows(corpus, uninterrupted, tmp_path):
+    config, supervisor, said = launch(corpus, tmp_path, "--hosts", "1:2")
+    wait_for_step(supervisor, said, 7)
+    workers(supervisor)[1].kill()
+    assert finish(supervisor, said) == 0, said.read_text()
+    assert "attempt 2: 1 process on local0" in said.read_text()
+    found = result(config)
+    assert found["counters"] == uninterrupted["counters"]
+    for line, other in zip(found["lines"], uninterrupted["lines"], strict=True):
+        name = "loss" if "loss" in line else "eval_loss"
+        assert line["step"] == other["step"] and line[name] == pytest.approx(other[name], rel=1e-5)
+
+
 def test_c66_an_error_of_the_config_ends_at_once(corpus, tmp_path):
     _, supervisor, said = launch(corpus, tmp_path, "--data.train", str(Path(tmp_path) / "nothing.jsonl"))
     assert finish(supervisor, said) == 65, said.read_text()

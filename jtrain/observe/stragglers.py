@@ -17,6 +17,8 @@ BOUND = 0.8
 """A loop that is busy for this share of the update holds the device up."""
 SHARE = 0.25
 """A process is slow when it costs this share of the update more than the others."""
+LEAST_SECONDS = 0.02
+"""Less than this of an update is noise."""
 ROUNDS = 3
 """So often in a row."""
 
@@ -76,7 +78,7 @@ def slow(paces: Mapping[int, Pace]) -> list[Straggler]:
         for kind, least in (("stolen", 0.0), ("busy", BOUND * pace.seconds)):
             own = getattr(pace, kind)
             median = statistics.median_low(getattr(other, kind) for other in others)
-            if own >= least and own - median > SHARE * pace.seconds:
+            if own >= least and own - median > max(SHARE * pace.seconds, LEAST_SECONDS):
                 found.append(Straggler(process, pace.step, pace.seconds, own, median, kind))
                 break
     return found

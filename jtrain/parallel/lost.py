@@ -154,9 +154,11 @@ def _listen() -> None:
         if (word := _word()) is None:
             continue
         code, reason = word["code"], f"process {word['process']} has ended: {word['reason']}"
+        follows = code in _FOLLOWED
+        if follows:
+            leave_within(LEAVE_SECONDS, code)
         for hear in hears:
             hear(code)
-        follows = code in _FOLLOWED
         if not _stop.wait(0.0 if follows else GRACE_SECONDS) and not _leaving.locked():
             print(f"error: {prefix()}{reason}", file=sys.stderr, flush=True)
             leave(code if follows else int(Exit.PEER_LOST), reason)

@@ -91,6 +91,8 @@ class Places:
     def blame(self) -> str:
         """Which processes the others wait for, in words."""
         places = self.read()
+        if self._process not in places:  # not even what it has written itself
+            return "the coordinator (process 0) does not answer"
         silent = self.silent(places)
         if silent:
             return f"silent (stopped, or gone): {_names(silent, places, say_place=False)}"

@@ -199,7 +199,7 @@ class Guard:
             before = time.monotonic()
             ready, _, _ = select.select([self._reads], [], [], TICK_SECONDS)
             late = time.monotonic() - before - TICK_SECONDS
-            if not ready and late > LATE_SECONDS:
+            if not ready and late > LATE_SECONDS and progress.current().phase in ("step", "data_wait"):
                 self._late += late
             for number in os.read(self._reads, 64) if ready else b"":
                 if number not in self._handlers:

@@ -142,3 +142,23 @@ def test_rows_that_cannot_be_divided_are_a_config_error():
         DataLoader(Counting(), global_batch_size=10, accumulation=4, sharding=sharding(*BATCH))
     with pytest.raises(ConfigError, match="6 rows of a micro-batch can't be divided"):
         DataLoader(Counting(), global_batch_size=6, sharding=sharding(*BATCH))
+
+
+def test_a_batch_that_is_not_there_can_be_given_up_and_holds_up_no_end():
+    over = threading.Event()
+
+    class Stalls(Counting):
+        def rows(self, indices):
+            if indices[0] >= 8:
+                over.wait(30)
+            return super().rows(indices)
+
+    asked = []
+    began = time.monotonic()
+    try:
+        with DataLoader(Stalls(), global_batch_size=8, sharding=sharding(*BATCH)) as loader:
+            assert loader.get(0, lambda: True) is not None  # what is there is given
+            assert loader.get(1, lambda: asked.append(1) or len(asked) == 2) is None
+    finally:
+        over.set()
+    assert len(asked) == 2 and time.monotonic() - began < 15

@@ -19,6 +19,10 @@ def paces(step=10, seconds=1.0, busy=(0.1, 0.1, 0.1, 0.1), stolen=(0.0, 0.0, 0.0
         ({"busy": (0.1, 0.1, 0.6, 0.1)}, []),  # beside the device, for which it costs nothing
         ({"busy": (0.9, 0.95, 0.9, 0.9)}, []),  # all of them: no process is slow, the run is
         ({"stolen": (0.0, 0.2, 0.0, 0.0)}, []),
+        (
+            {"seconds": 0.01, "stolen": (0.0, 0.009, 0.0, 0.0), "busy": (0.001,) * 4},
+            [],
+        ),  # too short
     ],
 )
 def test_who_costs_a_quarter_of_an_update_more_than_the_others_is_slow(figures, found):

@@ -45,7 +45,7 @@ class Watch:
     Attributes:
       stopping: how many times this program was asked to leave.
       platform: a word about the machines: None; or (kind, text) with kind `say` (told), `leave` (save and start again),
-        `lost` (kill, and start again).
+        `lost` (the machines were taken away: kill, and start again).
     """
 
     stopping: Callable[[], int] = lambda: 0
@@ -194,7 +194,7 @@ class Attempt:
             kind, text = word
             self._say(text)
             if kind == "lost":
-                self._outcome.code, self._outcome.left = int(Exit.PEER_LOST), text
+                self._outcome.code, self._outcome.left = int(Exit.PREEMPTED_NOT_SAVED), text
                 return True
             if kind == "leave":
                 self._outcome.left = text

@@ -71,7 +71,7 @@ def script(job: Job, batch: Batch) -> str:
     check(job, batch)
     return "\n".join([
         "#!/bin/bash",
-        *(f"#SBATCH --{option}" for option in directives(job, batch)),
+        *(f"#SBATCH --{_quoted(option)}" for option in directives(job, batch)),
         "",
         *_head(job, batch),
         "",
@@ -80,6 +80,11 @@ def script(job: Job, batch: Batch) -> str:
         *_end(job),
         "",
     ])  # fmt: skip
+
+
+def _quoted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f'{name}{equals}"{value}"' if " " in value else option
 
 
 def directives(job: Job, batch: Batch) -> list[str]:
@@ -120,7 +125,7 @@ def _head(job: Job, batch: Batch) -> list[str]:
         "# How the last attempt ended. In a row: restarts without a new durable step; same: with the same exit code.",
         f"state={'$PWD/.jtrain-restarts-$job' if job.is_url else '$run/.slurm-restarts'}",
         "last_durable= last_code= in_a_row=0 same=0",
-        '[ -r "$state" ] && IFS=";" read -r last_durable last_code in_a_row same < "$state"',
+        '[ "$restarts" -gt 0 ] && [ -r "$state" ] && IFS=";" read -r last_durable last_code in_a_row same < "$state"',
         'export JTRAIN_LAST_END="{\\"attempt\\": $restarts, \\"code\\": ${last_code:-null}}"',
         '[ "$restarts" -gt 0 ] || unset JTRAIN_LAST_END',
         *batch.setup,
@@ -156,9 +161,11 @@ def _run(job: Job, batch: Batch) -> list[str]:
     container += [f"--container-mounts={shlex.quote(batch.mounts)}"] if batch.mounts else []
     srun = " ".join(["srun", "--kill-on-bad-exit=0", "--wait=60", *container])
     return [
-        "# The handler only passes the wish on: to all tasks, which save the same step and end with 10.",
-        "signalled=",
-        'trap \'signalled=1; echo "asked to leave: the run saves"; scancel --signal=TERM "$job"\' USR1 TERM',
+        "# The time is nearly over: the wish to leave is passed on to all tasks, which save and end with 10.",
+        "signalled= cancelled=",
+        'trap \'signalled=1; echo "asked to leave: the run saves"; scancel --signal=TERM "$job"\' USR1',
+        "# Slurm itself ends the job (scancel, preemption): it tells the tasks, and knows what comes next.",
+        "trap 'signalled=1 cancelled=1' TERM",
         'echo "attempt $JTRAIN_ATTEMPT of job $job: $SLURM_JOB_NUM_NODES node(s), first $first"',
         f"{srun} bash -c '{inside}' jtrain {train} &",
         "srun=$!",
@@ -192,6 +199,7 @@ def _end(job: Job) -> list[str]:
         f'{faults.max_infra_restarts} is used up"',
         "    else again=1; fi ;;",
         "esac",
+        '[ -z "$cancelled" ] || again=',
         'echo "attempt $JTRAIN_ATTEMPT ended with exit $code, durable step ${durable:-none}"',
         'if [ -n "$again" ]; then',
         '  mkdir -p "$(dirname "$state")"',

@@ -51,7 +51,7 @@ class Platform(Protocol):
         ...
 
     def ended(self, outcome: Outcome) -> None:
-        """Takes note of how an attempt ended."""
+        """Takes note of how an attempt ended; what it knows better of the machines it writes into the outcome."""
         ...
 
 
@@ -99,8 +99,8 @@ class Supervisor:
                     return self._left_while_waiting(told)
                 durable = outcome.durable
                 self._repeated += outcome.lost_steps
-                self._summary(number, outcome)
                 self._platform.ended(outcome)
+                self._summary(number, outcome)
                 decision = self._restarts.decide(outcome.end())
                 if self._signals and outcome.code != Exit.DONE:
                     return self._asked(outcome)

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jtrain.errors import ConfigError, PeerLostError
+from jtrain.errors import ConfigError, Exit, PeerLostError
 from jtrain.launch.attempt import Outcome
 from jtrain.launch.gang import Worker
 from jtrain.launch.gcloud import Failed, Slice, answer, insist, read_answer
 from jtrain.launch.job import Job
 from jtrain.launch.local import LEASH
+from jtrain.launch.restarts import Kind, kind_of
 from jtrain.launch.supervisor import Stopped, say
 
 POLL_SECONDS = 15.0
@@ -156,10 +157,9 @@ class Tpu:
             node = read_answer(code, out, err)
         except Failed:
             return None  # asked again in a minute
-        if node is None or node.get("state") in _GONE:
-            state = "gone" if node is None else node["state"].lower()
-            return "lost", f"the slice {self._tpu.name} is {state}"
-        return self._maintenance_of(node)
+        if (gone := self._gone(node)) is not None:
+            return "lost", gone
+        return self._maintenance_of(node or {})
 
     def ended(self, outcome: Outcome) -> None:
         """See `Platform`."""
@@ -168,6 +168,20 @@ class Tpu:
             self._looking.communicate()
             self._answer.close()
             self._looking = None
+        if kind_of(outcome.code) is not Kind.INFRA:
+            return
+        try:
+            node = answer(self._tpu.describe_node())
+        except Failed:
+            return
+        if (gone := self._gone(node)) is not None:  # the connections broke before that was noticed
+            outcome.code, outcome.left = int(Exit.PREEMPTED_NOT_SAVED), gone
+
+    def _gone(self, node: dict[str, Any] | None) -> str | None:
+        """In words, that the slice is no longer there; None: it is."""
+        if node is not None and node.get("state") not in _GONE:
+            return None
+        return f"the slice {self._tpu.name} is {'gone' if node is None else node['state'].lower()}"
 
     def delete(self) -> None:
         """Gives the slice back."""

@@ -46,6 +46,13 @@ BATCHES = [
 ]
 
 
+def test_a_run_directory_with_a_space_stays_one_word(tmp_path):
+    job = make_job("demo", ["--run_dir", str(tmp_path / "my run"), *WIDE])
+    text = script(job, Batch("demo"))
+    assert directives(text)["output"] == str(tmp_path / "my run" / "slurm-%j.out")
+    assert f"run='{tmp_path}/my run'" in text
+
+
 @pytest.mark.parametrize("changes", BATCHES)
 def test_scripts_are_bash_and_their_directives_are_options_of_sbatch(changes, tmp_path):
     text = written(tmp_path, **changes)
@@ -173,6 +180,20 @@ def test_the_time_limit_saves_and_requeues(run, fake, tmp_path):
     assert (fake.folder / "cancelled").read_text() == "--signal=TERM 4242\n"
     assert controller.start(1).wait(60) == 0
     assert "asked to leave: the run saves" in controller.log.read_text()
+
+
+def test_a_job_that_slurm_ends_is_not_requeued(run, fake, tmp_path):
+    submit(run, tmp_path, fake)
+    fake.runs_shell("trap 'exit 10' TERM; meet; while :; do sleep 0.05; done")
+    controller = Controller(fake, tmp_path)
+    batch = controller.start(0)
+    while len(list(tmp_path.glob("1.*"))) < 2:
+        assert batch.poll() is None
+        time.sleep(0.01)
+    batch.send_signal(signal.SIGTERM)  # scancel tells the batch shell and the tasks
+    for task in (fake.folder / "tasks").read_text().split():
+        os.kill(int(task), signal.SIGTERM)
+    assert batch.wait(60) == 10 and not controller.requeued() and not (fake.folder / "cancelled").exists()
 
 
 def test_a_task_of_an_array_requeues_itself_alone_in_its_own_folder(run, fake, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from jtrain.errors import ConfigError, PeerLostError
 from jtrain.launch import restarts, tpu
+from jtrain.launch.attempt import Outcome
 from jtrain.launch.gcloud import Slice, default_runtime
 from jtrain.launch.job import make_job
 from jtrain.launch.supervisor import Stopped
@@ -60,7 +61,7 @@ at(9, durable=8)
     verbs = [call[3] for call in fake.calls("queued-resources") if call[3] != "describe"]
     assert verbs == ["create", "delete", "create", "delete"]
     assert "waiting for resources" in err and "the slice slice is preempted" in err
-    assert "steps 5 to 5, durable 4, 1 to make again" in err and "from step 4 (restart 1 of 20" in err
+    assert "steps 5 to 5, durable 4, 1 to make again" in err and "from step 4 (preempted" in err
     assert f"[1] host 1 in {fake.folder}/host1/jtrain-run" in err and "done: exit 0 after 2 attempts" in err
     install = [call for call in fake.calls("ssh", "--worker=all") if "touch installed" in str(call)]
     assert len(install) == 2  # of each slice
@@ -95,6 +96,15 @@ time.sleep(60 if attempt == 1 else 0)
     code, _, err = launch(run, fake, *SLICE)
     assert code == 0 and f"maintenance of slice from {soon} on (unscheduled): the run saves" in err
     assert "exit 10: maintenance" in err and "from step 5 (preempted, which counts for nothing)" in err
+
+
+@pytest.mark.parametrize("node, code", [("PREEMPTED", 11), (None, 11), ("READY", 255)])
+def test_a_broken_connection_to_a_slice_that_is_gone_is_a_preemption(node, code, fake):
+    (fake.folder / "state.json").write_text(json.dumps({"request": None, "node": node, "made": 1}))
+    platform = tpu.Tpu(make_job("demo", URL), Slice("slice", "us-z"), tpu.Setup())
+    outcome = Outcome(code=255)
+    platform.ended(outcome)
+    assert outcome.code == code
 
 
 def test_a_maintenance_far_ahead_is_told_of_once(tmp_path):

@@ -11,7 +11,7 @@ from jtrain.errors import ConfigError
 from jtrain.launch.gcloud import Slice, default_runtime
 from jtrain.launch.job import Job, need_program
 from jtrain.launch.supervisor import WORKER_ENVIRONMENT, say
-from jtrain.launch.tpu import Setup, Tpu
+from jtrain.launch.tpu import PYTHON, Setup, Tpu, install_command
 from jtrain.progress import ATTEMPT
 
 USAGE = "jtrain launch tpu CONFIG --name NAME --zone ZONE [--create --accelerator-type TYPE] [--options] [--flags]"
@@ -36,8 +36,9 @@ run directory has to be a URL (--run_dir gs://BUCKET/NAME): the disks of a slice
                            of the machines
   --internal-ip, --iap     machines without an address of their own; ssh from the same network, or by a tunnel
   --copy DIR               a folder with CONFIG, and data or code, that is copied to every host
-  --install COMMAND        how a host gets jtrain (pip install 'jtrain[tpu]=={__version__}'); '' for not at all
-  --python NAME            the interpreter there (python3)
+  --install COMMAND        how a host gets jtrain, run in the folder of the run; by default into an environment of its
+                           own: the project that is copied, or else jtrain=={__version__}. '' for not at all
+  --python PATH            an interpreter there, in place of that of the environment
   --delete                 give the slice back when the run has ended, however it ended
   --dry-run                print the commands, and run nothing
 
@@ -99,9 +100,11 @@ def slice_of(options: dict[str, Any]) -> Slice:
 
 def setup_of(options: dict[str, Any]) -> Setup:
     """What a host needs."""
-    python = options.get("python", "python3")
-    install = options.get("install", f"{python} -m pip install 'jtrain[tpu]=={__version__}'")
-    return Setup(options.get("copy", ""), install, python)
+    folder, python = options.get("copy", ""), options.get("python", PYTHON)
+    install = install_command(folder, __version__)
+    if python != PYTHON:
+        install = f"{python} -m pip install 'jtrain[tpu]=={__version__}'"
+    return Setup(folder, options.get("install", install), python)
 
 
 def _print(platform: Tpu, tpu: Slice) -> None:

@@ -34,7 +34,9 @@ MAINTENANCE_SECONDS = 600.0
 _GONE = ("PREEMPTED", "TERMINATED", "STOPPED", "DELETING", "HIDDEN", "UNHIDING", "HIDING")
 _WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "SUSPENDING", "DELETING", "ACTIVE")
 FOLDER = "jtrain-run"
-"""Where the run's files lie on a host, below its home."""
+"""Where the run's files lie on a host, below its home; commands run there."""
+PYTHON = "../jtrain-env/bin/python"
+"""The interpreter that `install_command` makes: the one of the machines may be older than jtrain allows."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,18 @@ class Setup:
 
     folder: str = ""
     install: str = ""
-    python: str = "python3"
+    python: str = PYTHON
+
+
+def install_command(folder: str, version: str) -> str:
+    """How a host gets jtrain: the project in `folder`, if it is one that can be installed, else a release."""
+    project = folder and (Path(folder) / "pyproject.toml").is_file()
+    wanted = ".[tpu]" if project else f"jtrain[tpu]=={version}"
+    return (
+        "python3 -m pip install --quiet uv && "
+        "python3 -m uv venv --quiet --allow-existing --python 3.12 ../jtrain-env && "
+        f"python3 -m uv pip install --quiet --python {PYTHON} {shlex.quote(wanted)}"
+    )
 
 
 class Tpu:
@@ -238,6 +251,9 @@ class Tpu:
                 f"the request for {self._tpu.name} has failed: {detail}",
                 f"Look at the type, the zone and the quota; then {shlex.join(self._tpu.delete())}",
             )
+        if state == "ACTIVE" and node_state == "missing":  # it may have come up between the two questions
+            node = self._ask(self._tpu.describe_node())
+            node_state = "missing" if node is None else str(node.get("state"))
         if state == "SUSPENDED" or (state == "ACTIVE" and node_state in (*_GONE, "missing")):
             # What was preempted never comes back: the request goes, and another one is made.
             self._ask(self._tpu.delete())

@@ -190,5 +190,11 @@ def test_what_gcloud_says_of_a_mistake_is_passed_on(run, fake, monkeypatch, tmp_
     assert code == 64 and "active account" in err and "Try it: gcloud compute tpus tpu-vm describe slice" in err
 
 
+def test_a_host_gets_an_environment_with_the_project_or_a_release(tmp_path):
+    assert "jtrain[tpu]==1.2" in tpu.install_command(str(tmp_path), "1.2")
+    (tmp_path / "pyproject.toml").touch()
+    assert "'.[tpu]'" in tpu.install_command(str(tmp_path), "1.2")
+
+
 def test_runtimes_of_known_types():
     assert default_runtime("v6e-16") == "v2-alpha-tpuv6e" and default_runtime("v4-32") == "tpu-ubuntu2204-base"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,8 @@ class Hosts:
         refused: Callable[[int], str | None] = lambda count: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._names, self._least, self._refused, self._clock = list(names), least, refused, clock
+        self._names, self._least, self._clock = list(names), least, clock
+        self._refused = functools.cache(refused)  # asked ten times a second
         self._until: dict[str, float] = {}
         self._times: dict[str, int] = {}
         self._chosen: list[str] = []

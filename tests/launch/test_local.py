@@ -62,9 +62,11 @@ def test_when_too_few_are_there_the_one_that_is_due_next_is_tried():
 
 
 def test_the_run_takes_as_many_hosts_as_it_can_be_divided_over():
-    hosts = Hosts(list("abcd"), 1, lambda count: "3 leave a remainder" if count == 3 else None)
+    asked = []
+    hosts = Hosts(list("abcd"), 1, lambda count: asked.append(count) or ("3 is odd" if count == 3 else None))
     hosts.lost("d")
     assert hosts.choose() == ["a", "b"]
+    assert [hosts.back() for _ in range(9)] == [None] * 9 and asked == [3, 2]  # each number once
     with pytest.raises(ConfigError, match="over 1 to 4 hosts; 4 hosts: no"):
         Hosts(list("abcd"), 1, lambda count: "no").choose()
 

@@ -111,11 +111,17 @@ def as_peer_lost(error: BaseException) -> PeerLostError | None:
     while seen is not None and several():
         if isinstance(seen, PeerLostError):
             return seen
-        if isinstance(seen, RuntimeError) and any(sign in str(seen).lower() for sign in LOST_PEER_SIGNS):
-            return PeerLostError(
-                _last_word() or f"another process was lost: {' '.join(str(seen).split())[:200]}",
+        # A collective that fails while its figures are read comes as a ValueError.
+        kind = isinstance(seen, RuntimeError | ValueError)
+        if kind and any(sign in str(seen).lower() for sign in LOST_PEER_SIGNS):
+            word = _word()
+            lost = PeerLostError(
+                _said(word) if word else f"another process was lost: {' '.join(str(seen).split())[:200]}",
                 "look for its first error; all processes have to be started again together",
             )
+            if word and word["code"] in _FOLLOWED:
+                lost.exit_code = Exit(word["code"])
+            return lost
         seen = seen.__cause__ or seen.__context__
     return None
 
@@ -142,9 +148,8 @@ def _word() -> dict[str, Any] | None:
     return None if word is None or word["process"] == process_id() else word
 
 
-def _last_word() -> str | None:
-    word = _word()
-    return None if word is None else f"process {word['process']} has ended: {word['reason']}"
+def _said(word: dict[str, Any]) -> str:
+    return f"process {word['process']} has ended: {word['reason']}"
 
 
 def _listen() -> None:
@@ -153,7 +158,7 @@ def _listen() -> None:
     while not _stop.wait(seconds):
         if (word := _word()) is None:
             continue
-        code, reason = word["code"], f"process {word['process']} has ended: {word['reason']}"
+        code, reason = word["code"], _said(word)
         follows = code in _FOLLOWED
         if follows:
             leave_within(LEAVE_SECONDS, code)

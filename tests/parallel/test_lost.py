@@ -91,8 +91,15 @@ def test_jax_errors_of_a_lost_peer_are_peer_lost_errors(two):
     wrapped = ValueError("reading figures")
     wrapped.__cause__ = JaxRuntimeError("UNAVAILABLE: coordination service is gone")
     assert isinstance(lost.as_peer_lost(wrapped), PeerLostError)
+    assert isinstance(lost.as_peer_lost(ValueError(GLOO)), PeerLostError)
     told = PeerLostError("process 3 did not answer")
     assert lost.as_peer_lost(told) is told
+
+
+def test_who_loses_a_peer_that_hung_hangs_too(two, monkeypatch):
+    monkeypatch.setattr(lost, "_word", lambda: {"process": 0, "reason": "hung: no progress", "code": 13})
+    error = lost.as_peer_lost(RuntimeError(GLOO))
+    assert error.exit_code == 13 and error.message == "process 0 has ended: hung: no progress"
 
 
 @pytest.mark.parametrize("error", [DataError("gloo.txt is empty"), RuntimeError("RESOURCE_EXHAUSTED")])

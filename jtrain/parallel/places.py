@@ -28,7 +28,7 @@ class Place:
       beat: counts what it has written.
       phase: of `jtrain.config.ladder`.
       step: updates whose figures it has read.
-      passed: places of the loop that it has passed (`Agreement.passed`).
+      passed: places of the loop that it has passed.
       seconds: since it got on.
       host: its machine's name.
       figures: what else process 0 wants to know.

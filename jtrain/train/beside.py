@@ -155,13 +155,13 @@ class Beside:
 
     def _write(self) -> None:
         assert self.places is not None
-        now, agreement = progress.current(), self._guard.preemption.agreement
+        now = progress.current()
         figures: dict[str, Any] = {}
         if self._pace is not None:
             figures["pace"] = dataclasses.asdict(self._pace)
         if self._trend:
             figures["growth"] = self._trend
-        self.places.write(now.phase, now.step, agreement.passed, now.seconds, figures)
+        self.places.write(now.phase, now.step, self._guard.passed, now.seconds, figures)
 
     def _judge(self, places: dict[int, Place]) -> None:
         """For process 0: tells of slow processes, and writes the events of all."""

@@ -83,6 +83,7 @@ class Guard:
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._late = self._late_told = 0.0
+        self._computed = 0
 
     # For the loop
 
@@ -123,6 +124,15 @@ class Guard:
     def is_next(self) -> bool:
         """Whether the next `poll` will say so."""
         return self.preemption.agreement.is_next()
+
+    def computes(self) -> None:
+        """The loop hands an update to the device, where the processes meet: who does not come so far is behind."""
+        self._computed += 1
+
+    @property
+    def passed(self) -> int:
+        """How far the loop is, to compare it with those of other processes."""
+        return self.preemption.agreement.passed + self._computed
 
     def logged(self, step: int, seconds: float, busy: float, updates: int) -> None:
         """Takes note of the figures of a log line: seconds of an update, and those without the device."""

@@ -71,6 +71,7 @@ class Loop:
                 self._meter.waited(loader.last_wait_seconds)
                 trainer.callbacks("on_step_start", trainer, counters.step + running + 1)
                 prepared, began = self._prepared(batch), time.perf_counter()
+                self._guard.computes()
                 trainer.state, metrics = trainer.train_step(trainer.state, prepared)
                 self._meter.dispatched(time.perf_counter() - began)
                 if in_flight is not None:

@@ -2,12 +2,17 @@
 
 import datetime
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 
 import pytest
 
+from jtrain import Callback
+from jtrain.errors import Preempted
+from jtrain.observe.metrics import read_events
 from jtrain.train.notices import Notices, metadata_host
+from tests.train.fits import checkpoints, make
 
 NOW = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
 
@@ -72,6 +77,23 @@ def test_what_comes_later_is_said_once(server, notices):
 def test_moves_and_other_answers_are_no_reason(answer, server, notices):
     server.answers |= {"maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE", "upcoming-maintenance": answer}
     assert notices.look() is None
+
+
+def test_a_notice_saves_the_run_and_it_leaves(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setattr("jtrain.train.guard.LOOK_SECONDS", 0.05)
+
+    class Notified(Callback):
+        def on_step_start(self, trainer, step):
+            if step == 3:
+                server.answers["preempted"] = "TRUE"
+            time.sleep(0.05)
+
+    with pytest.raises(Preempted) as caught:
+        make(tmp_path, [Notified()], max_steps=2000).fit()
+    (event,) = read_events(tmp_path, "preempted")
+    assert caught.value.exit_code == 10 and event["reason"] == "the end of this spot machine"
+    assert checkpoints(tmp_path) == [event["step"]] and event["step"] >= 3
 
 
 def test_a_server_that_is_not_there_says_nothing():

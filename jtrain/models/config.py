@@ -13,7 +13,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["pre", "post", "sandwich"]
 QkNorm = Literal["none", "head", "full"]
 Positions = Literal["rope", "learned", "none"]
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped"]
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "quick_gelu", "swiglu_clamped"]
 Remat = Literal[
     "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
 ]
@@ -78,11 +78,14 @@ class DecoderConfig:
     qk_norm: QkNorm = "none"
     """RMSNorm on queries and keys before they turn: every head by itself (Qwen3), or all heads as one (OLMo 2)."""
     activation: Activation = "swiglu"
-    """Gated: SwiGLU, GeGLU, gpt-oss' clamped SwiGLU. Plain: GELU by tanh (GPT-2), or exact (GPT-NeoX)."""
+    """Gated: SwiGLU, GeGLU, gpt-oss' clamped SwiGLU. Plain: GELU by tanh (GPT-2), exact (GPT-NeoX), or
+    x * sigmoid(1.702 x) (CLIP)."""
     swiglu_limit: float = 7.0
     """swiglu_clamped: where gate and up are cut off."""
     swiglu_alpha: float = 1.702
     """swiglu_clamped: factor inside of the gate's sigmoid."""
+    causal: bool = True
+    """Whether a token sees only itself and what comes before; False: an encoder's, which sees its whole document."""
     attention_bias: bool = False
     """Biases on queries, keys and values."""
     attention_out_bias: bool | None = None

@@ -37,6 +37,7 @@ VERBS = (
     Verb("import", "import_", "a Hugging Face folder as a checkpoint: jtrain import HF_DIR OUT"),
     Verb("export", "export", "a run as a Hugging Face folder, logits compared: jtrain export RUN OUT"),
     Verb("generate", "generate", "text from a model: jtrain generate MODEL --prompt TEXT"),
+    Verb("eval", "eval", "loss, perplexity and scores of a model: jtrain eval MODEL --data FILE"),
     Verb("data", "data", "prepare: tokenise once to a cache; inspect: show what a batch really holds"),
     Verb("config", "config", "show: the resolved config; schema: JSON schema for editors; docs: the reference page"),
     Verb("explain", "explain", "every parameter's axes, spec and bytes; every collective of the compiled step"),

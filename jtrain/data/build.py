@@ -63,13 +63,15 @@ def build_data(
     return TrainRows(rows, seed=config.seed, weights=weights, shuffle=shuffle, buckets=buckets), held_out
 
 
-def build_eval(config: Config, tokenizer: Tokenizer, data: Any, *, progress: bool = True) -> EvalRows:
-    """Rows for an evaluation: of texts or examples in memory, or of paths.
+def build_eval(
+    config: Config, tokenizer: Tokenizer, data: Any, *, progress: bool = True, field: str = "data.eval"
+) -> EvalRows:
+    """Rows for an evaluation: of texts or examples in memory, or of paths (which messages call `field`).
 
     Raises:
       DataError: data that can't be used; StorageError: a cache that can't be written.
     """
-    stores = _open(config, tokenizer, data, "data.eval", "eval_dataset", progress)
+    stores = _open(config, tokenizer, data, field, "eval_dataset", progress)
     packed = _packed(config, tokenizer, stores, [store.edges for store, _ in stores])
     return EvalRows(packed, buckets=_buckets(config))
 

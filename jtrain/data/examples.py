@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -148,15 +148,24 @@ def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mappin
     Raises:
       DataError: there is no such file or no record, or it can't be read.
     """
-    if not isinstance(data, str) and len(data):
-        return data[0]
-    paths = find_files(data, field=field) if isinstance(data, str) else ()
-    for path in paths:
+    for record in iterate_records(data, text_field, field=field):
+        return record
+    raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+
+
+def iterate_records(data: Any, text_field: str, *, field: str) -> Iterator[Mapping[str, Any]]:
+    """The records of a path, or of records in memory, in order; those that can't be read are left out.
+
+    Args, raises: see `first_record`; no record at all is no error.
+    """
+    if not isinstance(data, str):
+        yield from (data[index] for index in range(len(data)))
+        return
+    for path in find_files(data, field=field):
         for chunk in plan_chunks(path, kind_of(path), CHUNK_BYTES, 1 << 62):
             for record in read_records(chunk, text_field):
                 if isinstance(record, dict):
-                    return record
-    raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+                    yield record
 
 
 def example_options(options: CacheOptions, recipe: ExampleRecipe) -> CacheOptions:

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jtrain.data.loader import DataLoader
 from jtrain.data.rows import Batch, Rows
 from jtrain.errors import ConfigError
+from jtrain.parallel.mesh import data_ranks
 from jtrain.train.loss import Loss
 
 Sums = dict[str, tuple[float, float]]
@@ -73,6 +75,31 @@ class Evaluator:
     ):
         self._step, self._loader, self._batches, self._compute = step, loader, batches, compute_metrics
         self._prepare = prepare or (lambda batch, params, variables: batch)
+
+    @staticmethod
+    def over(
+        rows: Rows,
+        step: Callable[..., Loss],
+        *,
+        batch_size: int,
+        sharding: NamedSharding,
+        max_batches: int | None = None,
+        compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
+        prepare: Callable[[Any, Any, Any], Any] | None = None,
+    ) -> Evaluator:
+        """One over all rows.
+
+        Args:
+          rows: in order; rows past their end count for nothing.
+          step, compute_metrics, prepare: see the class.
+          batch_size: rows of a batch, over all devices.
+          sharding: of a batch's arrays.
+          max_batches: no more than these; None or 0: all.
+        """
+        filled = FilledRows(rows, batch_size, data_ranks(sharding.mesh))
+        loader = DataLoader(filled, global_batch_size=filled.size, sharding=sharding, prefetch=1)
+        batches = -(-len(rows) // batch_size)
+        return Evaluator(step, loader, min(batches, max_batches or batches), compute_metrics, prepare=prepare)
 
     def __call__(self, params: Any, variables: Any) -> dict[str, float]:
         """`eval_loss`, `eval_<name>` for every metric of the loss that has a count, and the computed ones.

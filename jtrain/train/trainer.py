@@ -23,13 +23,13 @@ from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.flops import TokenFlops
 from jtrain.parallel import processes
 from jtrain.parallel.lost import as_peer_lost
-from jtrain.parallel.mesh import data_ranks, describe
+from jtrain.parallel.mesh import describe
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.train.across_slices import complete, exchange_name
 from jtrain.train.adapters import counts
 from jtrain.train.callbacks import Callback, CallbackList, early_stopping
 from jtrain.train.compiled import CompiledStep
-from jtrain.train.evaluation import Evaluator, FilledRows
+from jtrain.train.evaluation import Evaluator
 from jtrain.train.history import History
 from jtrain.train.loop import Loop
 from jtrain.train.loss import LossFn
@@ -356,11 +356,13 @@ class Trainer:
         return combine(state.ema, state.params, self.plan.trainable)
 
     def _evaluator(self, rows: Any) -> Evaluator:
-        size = self.config.eval.batch_size or self.program.batch.rows
-        filled = FilledRows(rows, size, data_ranks(self.mesh))
-        loader = DataLoader(filled, global_batch_size=filled.size, sharding=self.program.batch_sharding, prefetch=1)
-        batches = -(-len(rows) // size)
-        limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
-        return Evaluator(
-            self._eval_step, loader, min(batches, limit or batches), self._compute_metrics, prepare=self.prepare
+        section = self.config.eval
+        return Evaluator.over(
+            rows,
+            self._eval_step,
+            batch_size=section.batch_size or self.program.batch.rows,
+            sharding=self.program.batch_sharding,
+            max_batches=int(self.config.fast_dev_run) or section.max_batches,
+            compute_metrics=self._compute_metrics,
+            prepare=self.prepare,
         )

@@ -1,0 +1,101 @@
+"""`jtrain eval MODEL --data FILE`: what a model scores on texts, examples and tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jtrain.cli import args as arguments
+from jtrain.cli.options import parse
+from jtrain.errors import ConfigError
+
+USAGE = "jtrain eval MODEL --data FILE ... [--mesh fsdp=4] [--json]"
+HELP = f"""usage: {USAGE}
+
+  MODEL                 a Hugging Face folder, a run or one of its checkpoints, an export, what jtrain import made, or a
+                        preset (random weights)
+  --data                texts, prompts with completions, or messages: files, folders, globs or URLs
+  --max-length          tokens of a row; by default what the model takes, of texts at most 2048
+  --stride              long texts: windows that overlap, this many tokens apart; by default pieces
+  --packing             best_fit or none: the figures are the same; by default best_fit for texts, none for examples
+  --truncation          keep_start or keep_end: what is scored of an example longer than a row; by default an error
+  --text-field          field of a record that holds a text (text)
+  --no-eos              texts and completions end without the end token
+  --all-tokens          of prompts with completions, the prompts are scored as well
+  --assistant-only-loss of messages, what the assistant writes is scored
+  --chat-template       one of the model's templates by name, or a .jinja file
+  --batch-size          rows that are computed together, over all devices (8)
+  --mesh                devices, such as fsdp=2,tensor=4; by default one
+  --dtype               float32 (default), bfloat16 or float16
+  --step                a step of a run; by default its newest intact checkpoint
+  --tokenizer           bytes, a file or a folder; by default the model's own
+  --json                one object on standard output
+
+Figures go to standard output, what was found in the data to standard error."""
+_KINDS = {
+    "data": tuple,
+    "max-length": int,
+    "stride": int,
+    "packing": str,
+    "truncation": str,
+    "text-field": str,
+    "no-eos": bool,
+    "all-tokens": bool,
+    "assistant-only-loss": bool,
+    "chat-template": str,
+    "batch-size": int,
+    "mesh": str,
+    "dtype": str,
+    "step": int,
+    "tokenizer": str,
+    "json": bool,
+}
+_CHOICES = {"packing": ("best_fit", "none"), "truncation": ("keep_start", "keep_end")}
+_PASSED = ("max-length", "stride", "packing", "truncation", "text-field", "assistant-only-loss", "chat-template")
+
+
+def run(args: list[str]) -> int:
+    """Evaluates, prints the figures, and returns the exit code."""
+    if arguments.wants_help(args):
+        print(HELP)
+        return 0
+    (path,), given = parse(args, USAGE, ("MODEL",), _KINDS)
+    if "data" not in given:
+        raise ConfigError("eval: there is nothing to evaluate on", "write --data FILE")
+    for name, words in _CHOICES.items():
+        if given.get(name, words[0]) not in words:
+            raise ConfigError(f"--{name} {given[name]}", f"write {' or '.join(words)}")
+    for name in ("max-length", "stride", "batch-size"):
+        if given.get(name, 1) < 1:
+            raise ConfigError(f"--{name} {given[name]}", "write a positive number, or leave it out")
+    arguments.start_devices()
+    from jtrain.data.tokenizers import load_tokenizer
+    from jtrain.tasks.evaluate import evaluate
+    from jtrain.tasks.loading import load_model
+
+    model = load_model(path, given.get("dtype", "float32"), given.get("mesh"), given.get("step"))
+    if "tokenizer" in given:
+        model = dataclasses.replace(model, tokenizer=load_tokenizer(given["tokenizer"]))
+    options: dict[str, Any] = {name.replace("-", "_"): given[name] for name in _PASSED if name in given}
+    if "all-tokens" in given:
+        options["completion_only_loss"] = False
+    found = evaluate(
+        model,
+        given["data"],
+        batch_size=given.get("batch-size", 8),
+        append_eos="no-eos" not in given,
+        report=_report,
+        **options,
+    )
+    if given.get("json"):
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:<26} {value:,}" if isinstance(value, int) else f"{name:<26} {value:.6g}")
+    return 0
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,258 @@
+"""`jtrain.evaluate`: loss, perplexity and bits per byte of a loaded model on texts and examples.
+
+Data is read as pretraining and SFT read it, and the loss is theirs, so that the figures are those of an evaluation in
+a run. They are sums over target tokens, divided once: batch size, devices, packing and padding do not change them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jtrain.config import load
+from jtrain.config.schema import Config
+from jtrain.data.build import build_eval
+from jtrain.data.conversations import TEXT, form_of, no_form
+from jtrain.data.examples import first_record
+from jtrain.data.rows import EvalRows, PackedRows
+from jtrain.data.sft import buckets_of, counts
+from jtrain.data.texts import is_texts
+from jtrain.data.tokenizers import Tokenizer
+from jtrain.data.windows import WindowRows
+from jtrain.errors import ConfigError, DataError
+from jtrain.parallel.xla import compiler_options
+from jtrain.tasks.language import text_metrics
+from jtrain.tasks.language_loss import next_token_loss
+from jtrain.tasks.loaded import LoadedModel
+from jtrain.train.evaluation import Evaluator, Sums
+from jtrain.train.step import make_eval_step
+
+LONGEST_TEXT_ROW = 2048
+"""Tokens of a row of texts where nobody says it: models that take more would score a long document in one row."""
+
+Report = Callable[[str], None]
+
+
+def evaluate(
+    model: LoadedModel,
+    data: Any,
+    *,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    packing: str | None = None,
+    stride: int = 0,
+    truncation: str | None = None,
+    text_field: str = "text",
+    append_eos: bool = True,
+    completion_only_loss: bool | str = "auto",
+    assistant_only_loss: bool = False,
+    chat_template: str | None = None,
+    cache_dir: str | None = None,
+    report: Report | None = None,
+) -> dict[str, float]:
+    """The model's loss on data.
+
+    The form of each source is found by its first record, as in SFT: `messages`, `prompt` and `completion`, or a text.
+    All sources together have one figure.
+
+    Args:
+      model: from `load_model`.
+      data: a path (file, folder, glob, URL), several, or records in memory.
+      batch_size: rows that are computed together, over all devices.
+      max_length: tokens of a row; by default what the model takes, of texts at most 2,048.
+      packing: best_fit (documents share rows; by default for texts) or none (one a row, padded; for examples).
+      stride: of texts that are longer than a row: windows that overlap, each this many tokens behind the one before,
+        in place of pieces that know nothing of each other; 0: pieces.
+      truncation: keep_start or keep_end: what is scored of an example that is longer than a row; None: it is an error.
+      text_field: field of a record that holds a text.
+      append_eos: whether the end token of texts and text completions is there and scored.
+      completion_only_loss: auto: of prompt and completion, the completion; False: both.
+      assistant_only_loss: of messages, what the assistant writes.
+      chat_template: a name of the model's, or a .jinja file; by default the usual one.
+      cache_dir: where tokenised data is kept.
+      report: called with lines about what was found in the data.
+
+    Returns:
+      `eval_loss` (nats a target token), `perplexity`, `bits_per_byte` where the bytes are known,
+      `eval_mean_token_accuracy`, `target_tokens`, and `target_bytes` where they are known.
+
+    Raises:
+      ConfigError: an option that can't be, a row longer than the model takes, a model without a tokenizer.
+      DataError: data that can't be read, or whose form is not known; examples that are too long.
+    """
+    tokenizer = tokenizer_of(model)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}", "write a positive number")
+    sources = _sources(data)
+    texts, examples = _by_form(sources, text_field)
+    limit = model.decoder.max_position_embeddings
+    length = max_length or (min(limit, LONGEST_TEXT_ROW) if texts else limit)
+    if length > limit or length < 2:
+        raise ConfigError(
+            f"max_length={length}, and the model takes rows of {limit} tokens (max_position_embeddings)",
+            f"write max_length: a number from 2 to {limit}",
+        )
+    if stride and not 0 < stride < length:
+        raise ConfigError(
+            f"stride={stride} with max_length={length}", f"write a number from 1 to {length - 1}; half of it is usual"
+        )
+    if stride and not texts:
+        raise ConfigError(f"stride={stride}, and the data holds no texts", "leave stride out: examples fill one row")
+
+    def config(task: str, usual: str) -> Config:
+        section: dict[str, Any] = {
+            "text_field": text_field,
+            "append_eos": append_eos,
+            "packing": packing or usual,
+            "cache_dir": cache_dir,
+        }
+        values: dict[str, Any] = {"task": task, "max_length": length, "data": section}
+        values["mesh"] = {"context": model.mesh.shape["context"]}
+        if task == "sft":
+            section |= {"chat_template": chat_template, "truncation": truncation or "keep_start"}
+            values["sft"] = {"completion_only_loss": completion_only_loss, "assistant_only_loss": assistant_only_loss}
+        else:
+            section["prepend_bos"] = tokenizer.add_bos
+        return load.load_config(values, env={})
+
+    say = report or (lambda text: None)
+    found: list[PackedRows] = []
+    if texts:
+        found += _text_rows(config("pretrain", "best_fit"), tokenizer, texts, stride, say)
+    if examples:
+        found += _example_rows(config("sft", "none"), tokenizer, examples, truncation, limit, say)
+    rows = EvalRows(found, buckets=buckets_of(config("sft", "none")))
+    return figures(model, rows, batch_size)
+
+
+def figures(model: LoadedModel, rows: EvalRows, batch_size: int) -> dict[str, float]:
+    """The figures of `evaluate` for rows of tokens."""
+    if model not in _steps:
+        options = compiler_options(model.mesh.devices.flat[0].platform)
+        _steps[model] = make_eval_step(model.model, next_token_loss(), model.plan, compiler_options=options)
+    evaluator = Evaluator.over(
+        rows,
+        _steps[model],
+        batch_size=batch_size,
+        sharding=model.plan.batch_sharding,
+        compute_metrics=_counted,
+    )
+    try:
+        found = evaluator(model.params, model.variables)
+    finally:
+        evaluator.close()
+    return {name: int(value) if name.startswith("target_") else value for name, value in found.items()}
+
+
+_steps: weakref.WeakKeyDictionary[LoadedModel, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def tokenizer_of(model: LoadedModel) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Raises:
+      ConfigError: it has none.
+      DataError: it has more tokens than the model.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "the model has no tokenizer, and the data is text", "give one (jtrain eval: --tokenizer bytes, or a folder)"
+        )
+    if tokenizer.vocab_size > model.decoder.vocab_size:
+        raise DataError(
+            f"the tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, and the model "
+            f"{model.decoder.vocab_size}",
+            "use the tokenizer that belongs to the model",
+        )
+    return tokenizer
+
+
+def _counted(sums: Sums) -> dict[str, float]:
+    found = text_metrics(sums) | {"target_tokens": sums["loss"][1]}
+    size = sums.get("_bytes", (0.0, 0.0))[0]
+    return found | ({"target_bytes": size} if size else {})
+
+
+def _sources(data: Any) -> list[Any]:
+    """Paths, each by itself, or records in memory as one source."""
+    if isinstance(data, str | Path):
+        return [str(data)]
+    if isinstance(data, Sequence) and data and all(isinstance(item, str | Path) for item in data):
+        return [str(item) for item in data]
+    if is_texts(data):
+        return [data]
+    raise DataError(f"data is {str(data)[:80]!r}", "give a path, several, or a list of records with text fields")
+
+
+def _by_form(sources: Sequence[Any], text_field: str) -> tuple[list[Any], list[Any]]:
+    """Sources of texts, and those of examples."""
+    texts: list[Any] = []
+    examples: list[Any] = []
+    for source in sources:
+        name = _name(source)
+        record = first_record(source, text_field, field="--data", name=name)
+        form = form_of(record, text_field)
+        if form is None:
+            raise no_form(name, record, text_field)
+        (texts if form == TEXT else examples).append(source)
+    return texts, examples
+
+
+def _name(source: Any) -> str:
+    return f"--data: {source}" if isinstance(source, str) else "data"
+
+
+def _rows_of(config: Config, tokenizer: Tokenizer, sources: Sequence[Any]) -> list[tuple[Any, PackedRows]]:
+    rows = [build_eval(config, tokenizer, [s] if isinstance(s, str) else s, field="--data") for s in sources]
+    return [(source, part) for source, found in zip(sources, rows, strict=True) for part in found.sources]
+
+
+def _text_rows(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[Any], stride: int, say: Report
+) -> list[PackedRows]:
+    length, found = config.max_length, []
+    begin = ", after the begin token" if config.data.prepend_bos else ""
+    for source, rows in _rows_of(config, tokenizer, sources):
+        sizes = np.diff(rows.edges)
+        long = int((sizes > length).sum())
+        if stride and long:
+            rows = WindowRows(
+                rows.store, length, stride, token_bytes=tokenizer.token_bytes(), pad_id=tokenizer.pad_id, title="texts"
+            )
+        text = f"{_name(source)}: {len(sizes):,} texts; all tokens are scored{begin}; {len(rows):,} rows of {length}"
+        if long:
+            how = f"windows, {stride} tokens apart" if stride else "pieces (stride lets them overlap)"
+            text += f"; {long:,} longer than a row: scored in {how}"
+        say(text)
+        found.append(rows)
+    return found
+
+
+def _example_rows(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[Any], truncation: str | None, limit: int, say: Report
+) -> list[PackedRows]:
+    found = []
+    for source, rows in _rows_of(config, tokenizer, sources):
+        number = counts(rows)
+        if number["cut"] and truncation is None:
+            sizes = np.diff(rows.edges)
+            first = int(np.argmax(sizes > config.max_length))
+            more = f"max_length: {min(int(sizes.max()), limit)}" if config.max_length < limit else ""
+            raise DataError(
+                f"{_name(source)}: {number['cut']:,} of {number['examples']:,} examples are longer than a row of "
+                f"{config.max_length} tokens; the first is number {first + 1}, with {sizes[first]}",
+                f"write {more}{', or ' if more else ''}truncation: keep_start (or keep_end), which scores a part",
+            )
+        text = f"{_name(source)}: {number['examples']:,} {rows.title.replace(' learned', ' scored')}"
+        if number["left_out"]:
+            text += f"; {number['left_out']:,} without such a token left out"
+        if number["cut"]:
+            text += f"; {number['cut']:,} cut to {config.max_length} tokens ({truncation})"
+        say(text)
+        found.append(rows)
+    return found

@@ -103,7 +103,7 @@ def chrf(predictions: Sequence[str], references: References) -> Scores:
 
 
 def ter(predictions: Sequence[str], references: References) -> Scores:
-    """Translation edit rate (Snover et al. 2006), sacrebleu's: edits a word of the reference, times 100; less is better.
+    """Translation edit rate (Snover et al. 2006), sacrebleu's: edits a word of the reference, times 100; less is good.
 
     Raises: see `bleu`.
     """

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jtrain.models.rope_scaling import RopeScaling
+
+if TYPE_CHECKING:
+    from jtrain.models.multimodal_config import ImageConfig
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["pre", "post", "sandwich"]
@@ -152,6 +155,8 @@ class DecoderConfig:
     """Tokens of a row that an expert takes, relative to an even share; 0: all of them (dropless)."""
     expert_kernel: ExpertKernel = "auto"
     """Kernel of the dropless experts; see `jtrain.ops.grouped_matmul`."""
+    images: ImageConfig | None = None
+    """How images stand in the rows of a model that sees (LLaVA); None: it reads text alone."""
 
     def __post_init__(self) -> None:
         # The rules stand in a file of their own; they read properties of this class only.

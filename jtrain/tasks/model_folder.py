@@ -23,6 +23,7 @@ from jtrain.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from jtrain.errors import CheckpointError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.lora import Lora
+from jtrain.models.multimodal_config import image_config
 from jtrain.models.rope_scaling import RopeScaling
 from jtrain.tasks.companion_files import has_tokenizer
 
@@ -117,6 +118,8 @@ def _decoder(fields: Mapping[str, Any]) -> DecoderConfig:
     values = _tuples(fields)
     if values.get("rope_scaling") is not None:
         values["rope_scaling"] = RopeScaling(**_tuples(values["rope_scaling"]))
+    if values.get("images") is not None:
+        values["images"] = image_config(values["images"])
     return DecoderConfig(**values)
 
 

@@ -21,7 +21,7 @@ from jtrain.config.section import (
     held_out,
     one_or_many,
 )
-from jtrain.config.task_sections import DpoConfig, RewardConfig, SftConfig
+from jtrain.config.task_sections import DpoConfig, RewardConfig, RolesConfig, SftConfig
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-mixed", "64-true", "auto"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -433,3 +433,4 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
     faults: FaultsConfig = FaultsConfig()
+    roles: RolesConfig = RolesConfig()

@@ -6,10 +6,12 @@ are an error, not a line without effect.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from jtrain.config.layers import Layer
 from jtrain.config.schema import Config
+from jtrain.config.section import Section
 from jtrain.errors import ConfigError
 
 
@@ -79,6 +81,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "dpo": ("dpo",),
     "reward": ("reward",),
+    "roles.reference": ("dpo",),
     "data.truncation": ("sft", "dpo"),
     "data.chat_template": ("sft", "dpo", "reward"),
     "data.buckets": ("sft", "dpo", "reward"),
@@ -116,10 +119,9 @@ def check_task(config: Config) -> None:
     """
     plain = Config()
     for path, tasks in READ_BY.items():
-        section, _, leaf = path.rpartition(".")
-        value, default = (getattr(getattr(c, section) if section else c, leaf) for c in (config, plain))
+        value, default = (functools.reduce(getattr, path.split("."), c) for c in (config, plain))
         if config.task not in tasks and value != default:
-            shown = f": {value!r}" if section else ""
+            shown = "" if isinstance(value, Section) else f": {value!r}"
             raise ConfigError(
                 f"{path}{shown} with task: {config.task}, which does not read it",
                 f"Leave it out, or write task: {' or '.join(tasks)}.",

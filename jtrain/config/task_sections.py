@@ -1,4 +1,4 @@
-"""The sections that one task reads each: sft, dpo, reward. Names and defaults are TRL's."""
+"""The sections that one task reads each: sft, dpo, reward (names and defaults are TRL's); and the meshes of roles."""
 
 from __future__ import annotations
 
@@ -74,3 +74,23 @@ class SftConfig(Section):
     """Whether of conversations only what the assistant writes is learned, the end of its turns included."""
     neftune_noise_alpha: Annotated[float, Field(ge=0.0)] = 0.0
     """Noise on the embeddings while training: alpha / sqrt(length x width) (NEFTune, Jain et al. 2023); 0: none."""
+
+
+class RoleConfig(Section):
+    """A mesh for a model beside the policy; with every field blank the model lies on the policy's mesh."""
+
+    devices: Literal["shared"] | Positive = "shared"
+    """shared: the policy's devices, laid out another way; n: the last n devices of the run, which the policy then has
+    not: both compute at the same time. One process only."""
+    data: int | None = None
+    """Copies of the model. Blank, with another axis or `devices` given: the devices that are left."""
+    fsdp: int | None = None
+    """Rows and parameters are divided. Blank: 1."""
+    tensor: int | None = None
+    """Heads, feed-forward and vocabulary are divided. Blank: 1."""
+    expert: int | None = None
+    """Experts are divided. Blank: 1."""
+
+
+class RolesConfig(Section):
+    reference: RoleConfig = RoleConfig()

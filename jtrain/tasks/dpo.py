@@ -40,6 +40,7 @@ from jtrain.tasks.reference import (
     table_path,
     write_table,
 )
+from jtrain.tasks.roles import load_role
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import LossFn
 
@@ -159,13 +160,22 @@ class DPOTrainer(LanguageTrainer):
     def _make_reference(self) -> ReferenceFn:
         section, program, scores = self.config.dpo, self.program, sequence_logps(self.preference)
         if section.ref_model is not None:
-            return OtherModel(section.ref_model, program, scores, self.decoder, self.tokenizer)
+            role = load_role(
+                self.config,
+                "reference",
+                section.ref_model,
+                program,
+                shape=self.decoder,
+                tokenizer=self.tokenizer,
+                field="dpo.ref_model",
+            )
+            return OtherModel(role, scores)
         if self._is_base:
             return base_reference(program, scores)
         if not self.counters.batches:
-            return FrozenCopy(program, scores, self.state.params, self.state.variables)
+            return FrozenCopy.of(self.config, program, scores, self.state.params, self.state.variables)
         if has_copy(self.config.run_dir):
-            return FrozenCopy.load(program, scores, self.config.run_dir, self.state.variables)
+            return FrozenCopy.load(self.config, program, scores, self.state.variables)
         raise ConfigError(
             "the reference is not there any more: these rows have no precomputed log-probabilities of it",
             "Give them as eval_dataset from the start, name dpo.ref_model, or leave out dpo.precompute_ref_log_probs.",

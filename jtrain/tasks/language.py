@@ -32,6 +32,7 @@ from jtrain.tasks.decoder import (
 from jtrain.tasks.generate import Generation, Generator, Stream
 from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids
 from jtrain.tasks.language_loss import token_logprobs
+from jtrain.tasks.roles import check_meshes, described, row_multiple
 from jtrain.tasks.source import ModelSource, with_model
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
@@ -94,6 +95,7 @@ class LanguageTrainer(Trainer, ABC):
         for given in (self.train_rows, self.eval_rows):
             if given is not None:
                 check_rows(given, config.max_length, self.decoder.vocab_size)
+        check_meshes(self.config, self.program.batch.rows)
         check_tensor(self.decoder, self.mesh.shape["tensor"])
         check_experts(self.decoder, self.mesh.shape["expert"], self.mesh.shape["context"])
         check_pipeline(self.decoder, self.mesh.shape["pipeline"], config.pipeline.virtual_stages)
@@ -141,8 +143,12 @@ class LanguageTrainer(Trainer, ABC):
         return rows, eval_rows
 
     def summary(self) -> list[str]:
-        lines = [*super().summary(), f"attention: {self.kernel}"]
+        lines = [*super().summary(), f"attention: {self.kernel}", *described(self.config, self.mesh)]
         return lines if self.experts is None else [*lines, f"experts: {self.experts}"]
+
+    @property
+    def row_multiple(self) -> int:
+        return row_multiple(self.config, self.mesh)
 
     @property
     def flops_per_token(self) -> TokenFlops:

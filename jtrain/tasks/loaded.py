@@ -181,7 +181,7 @@ def as_mesh(mesh: Any) -> Mesh:
     if mesh is None:
         return make_mesh(devices=jax.devices()[:1])
     from jtrain.config.load import load_config
-    from jtrain.config.rules import AXES
+    from jtrain.config.mesh_rules import AXES
 
     section = load_config({"mesh": mesh}, env={}).mesh
     sizes = [getattr(section, axis) for axis in AXES]

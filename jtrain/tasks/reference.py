@@ -21,24 +21,22 @@ from jax.experimental import multihost_utils
 from jtrain.checkpoint import arrays, layout
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.parameters import load_parameters
+from jtrain.config.schema import Config
 from jtrain.data.cache import cache_folder
 from jtrain.data.loader import DataLoader
 from jtrain.data.rows import Batch, EvalRows, TrainRows
-from jtrain.data.tokenizers import Tokenizer
-from jtrain.errors import DataError
-from jtrain.models.config import DecoderConfig
 from jtrain.models.lora import projections
 from jtrain.parallel import processes
-from jtrain.tasks.loading import load_opened
-from jtrain.tasks.opened import open_model
+from jtrain.tasks.loaded import plan_of
 from jtrain.tasks.prepared import Added
+from jtrain.tasks.roles import RoleModel, role_mesh, role_rules
 from jtrain.train.program import Program
+from jtrain.train.state import StatePlan
+from jtrain.train.step import make_forward
 
 Scores = Callable[[nnx.Module, Any], Added]
 ReferenceFn = Callable[[Any, Any, Any], Added]
 """`reference(batch, params, variables)` -> log-probabilities of a batch; params and variables are the policy's."""
-
-_PROBE = "The quick brown fox, 1234 times: naïve 東京 (x == y);\n"
 
 
 def base_reference(program: Program, scores: Scores) -> ReferenceFn:
@@ -57,38 +55,88 @@ class FrozenCopy:
     """The policy as it began, in the type that the step computes in.
 
     Args:
-      program: of the run.
+      role: the copy, on its mesh.
       scores: what is computed with it.
-      params, variables: the policy's.
     """
 
-    def __init__(self, program: Program, scores: Scores, params: Any, variables: Any):
-        # A copy: the step takes the policy's own buffers.
-        self.params = jax.jit(lambda tree: jax.tree.map(jnp.copy, program.plan.cast(tree)))(params)
-        self.variables = jax.tree.map(jnp.copy, variables)
-        self._run = program.forward(scores)
+    def __init__(self, role: RoleModel, scores: Scores):
+        self.role = role
+        self._run = role.jit(scores)
+
+    @property
+    def params(self) -> Any:
+        """Its parameters."""
+        return self.role.params
 
     def __call__(self, batch: Any, params: Any, variables: Any) -> Added:
-        return self._run(self.params, self.variables, batch)
+        return self._run(batch)
+
+    @classmethod
+    def of(cls, config: Config, program: Program, scores: Scores, params: Any, variables: Any) -> FrozenCopy:
+        """The copy of a policy.
+
+        Args:
+          config: the run's.
+          program: of the run.
+          scores: what is computed with it.
+          params, variables: the policy's.
+        """
+        # A copy: the step takes the policy's own buffers.
+        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, program.plan.cast(tree)))(params)
+        return cls(copy_role(config, program, copied, variables), scores)
 
     def save(self, run_dir: str) -> None:
         """Writes RUN/reference, which a resume needs."""
         with Checkpoints(folder_of(run_dir), best_metric=None, async_save=False) as checkpoints:
-            checkpoints.save(0, {"params": self.params, "variables": self.variables}, {})
+            checkpoints.save(0, {"params": self.role.params, "variables": self.role.variables}, {})
 
     @classmethod
-    def load(cls, program: Program, scores: Scores, run_dir: str, variables: Any) -> FrozenCopy:
+    def load(cls, config: Config, program: Program, scores: Scores, variables: Any) -> FrozenCopy:
         """The copy that a run keeps.
 
         Raises:
           CheckpointError: it is missing or damaged.
         """
         cast = jax.eval_shape(program.plan.cast, program.plan.abstract.params)
-        places = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("device"), program.plan.abstract.params)
+        places = jax.tree.map(lambda leaf: leaf.sharding, copy_plan(config, program).abstract.params)
         abstract = jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), cast, places
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at.with_memory_kind("device")),
+            cast,
+            places,
         )
-        return cls(program, scores, load_parameters(folder_of(run_dir), abstract), variables)
+        return cls(copy_role(config, program, load_parameters(folder_of(config.run_dir), abstract), variables), scores)
+
+
+def copy_plan(config: Config, program: Program) -> StatePlan:
+    """Where a copy of the policy lies as the reference."""
+    mesh = role_mesh(config, "reference", program.mesh)
+    if mesh is program.mesh:
+        return program.plan
+    return plan_of(program.model, mesh, role_rules(config, "reference", program), program.precision)
+
+
+def copy_role(config: Config, program: Program, params: Any, variables: Any) -> RoleModel:
+    """A copy of the policy as the reference, moved to its mesh.
+
+    Args:
+      config: the run's.
+      program: of the run.
+      params: arrays that the step does not take.
+      variables: the policy's.
+    """
+    plan = copy_plan(config, program)
+    if plan is not program.plan:
+        places = jax.tree.map(lambda leaf: leaf.sharding, (plan.abstract.params, plan.abstract.variables))
+        params, variables = jax.device_put((params, variables), places)
+    return RoleModel(
+        "reference",
+        program.forward if plan is program.plan else lambda function: make_forward(program.model, plan, function),
+        params,
+        jax.tree.map(jnp.copy, variables),
+        mesh=plan.mesh,
+        rules=plan.rules,
+        program=program,
+    )
 
 
 def folder_of(run_dir: str) -> epath.Path:
@@ -102,37 +150,21 @@ def has_copy(run_dir: str) -> bool:
 
 
 class OtherModel:
-    """A model on disk as the reference, on the policy's mesh and in its computing type.
+    """A model on disk as the reference.
 
     Args:
-      path: what `load_model` takes.
-      program: of the run.
+      role: the model, on its mesh.
       scores: what is computed with it.
-      shape, tokenizer: the policy's.
-
-    Raises:
-      DataError: it has another vocabulary than the policy.
-      ConfigError, CheckpointError: there is no such model, or it is damaged.
     """
 
-    def __init__(self, path: str, program: Program, scores: Scores, shape: DecoderConfig, tokenizer: Tokenizer):
-        opened = open_model(path)
-        if opened.decoder.vocab_size != shape.vocab_size:
-            raise DataError(
-                f"dpo.ref_model: {path} has a vocabulary of {opened.decoder.vocab_size}, the policy one of "
-                f"{shape.vocab_size}",
-                "Name a model with the policy's tokenizer: the same tokens are scored by both.",
-            )
-        theirs = opened.tokenizer()
-        if theirs is not None and theirs.encode_batch([_PROBE]) != tokenizer.encode_batch([_PROBE]):
-            raise DataError(
-                f"dpo.ref_model: {path} has another tokenizer than the policy: the same text has other tokens",
-                "Name a model with the policy's tokenizer: the same tokens are scored by both.",
-            )
-        dtype = jnp.dtype(program.precision.compute_dtype).name
-        loaded = load_opened(opened, dtype=dtype, mesh=program.mesh, rules=program.rules)
-        self.params = loaded.params
-        self._run = loaded.jit(scores)
+    def __init__(self, role: RoleModel, scores: Scores):
+        self.role = role
+        self._run = role.jit(scores)
+
+    @property
+    def params(self) -> Any:
+        """Its parameters."""
+        return self.role.params
 
     def __call__(self, batch: Any, params: Any, variables: Any) -> Added:
         return self._run(batch)

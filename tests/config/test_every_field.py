@@ -12,6 +12,7 @@ import jtrain
 from jtrain.config import load_config, to_yaml
 from jtrain.config.names import choices, fields
 from jtrain.config.schema import DpoConfig, LoraConfig, RewardConfig
+from jtrain.config.task_sections import RoleConfig
 from jtrain.config.yaml_file import dump_yaml
 
 BASE = {"max_steps": 10, "data": {"train": ["a.txt"], "eval": ["e.txt"]}, "accelerator": "tpu"}
@@ -161,6 +162,11 @@ CHANGED = {
     "logging.log_every_n_steps": 1,
     "logging.trackers": (),
     "faults.max_consecutive_skips": 3,
+    "roles.reference.devices": 4,
+    "roles.reference.data": 4,
+    "roles.reference.fsdp": 4,
+    "roles.reference.tensor": 4,
+    "roles.reference.expert": 4,
 }
 
 SFT, DPO = {"task": "sft"}, {"task": "dpo"}
@@ -176,6 +182,7 @@ TOGETHER = {
     **{f"dpo.{name}": {**DPO, "dpo.loss_type": "simpo"} for name in ("simpo_gamma", "cpo_alpha", "alpha")},
     **{f"dpo.{name}": {**DPO, "dpo.loss_type": "kto"} for name in ("desirable_weight", "undesirable_weight")},
     "dpo.precompute_ref_batch_size": {**DPO, "dpo.precompute_ref_log_probs": True},
+    **{f"roles.reference.{name}": DPO for name in RoleConfig.model_fields},
     "exo_pair": {"dpo.label_smoothing": 0.001},
     **{f"model.lora.{name}": {"model.lora.rank": 4} for name in LoraConfig.model_fields if name != "rank"},
     "model.lora.path": {"model.path": "/base"},
@@ -248,6 +255,7 @@ RESOLVED = {
     "global_batch_size": "resolve_batch",
     "per_device_batch_size": "resolve_batch",
     "gradient_accumulation_steps": "resolve_batch",
+    **{f"roles.reference.{name}": "mesh_of" for name in ("data", "fsdp", "tensor", "expert")},
     "task": "tasks",  # one choice so far: any other is refused
 }
 """Fields that the program reads through a rule or as a whole section: the field -> the name that is asked for."""

@@ -280,6 +280,10 @@ SEEN = {
     "logging.trackers": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "logging.level": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
+    **{
+        f"roles.reference.{name}": "tests/tasks/test_roles.py::test_a_role_lies_where_its_section_says"
+        for name in ("devices", "data", "fsdp", "tensor", "expert")
+    },
     "faults.max_consecutive_skips": "tests/train/test_trainer.py::test_batches_skipped_one_after_the_other_end_the_run",
 }
 """Field -> the test in which another value has another outcome."""

@@ -83,6 +83,7 @@ class Evaluator:
         *,
         batch_size: int,
         sharding: NamedSharding,
+        multiple: int | None = None,
         max_batches: int | None = None,
         compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
         prepare: Callable[[Any, Any, Any], Any] | None = None,
@@ -94,9 +95,10 @@ class Evaluator:
           step, compute_metrics, prepare: see the class.
           batch_size: rows of a batch, over all devices.
           sharding: of a batch's arrays.
+          multiple: what the rows of a batch are filled up to a multiple of; by default the data-parallel ranks.
           max_batches: no more than these; None or 0: all.
         """
-        filled = FilledRows(rows, batch_size, data_ranks(sharding.mesh))
+        filled = FilledRows(rows, batch_size, multiple or data_ranks(sharding.mesh))
         loader = DataLoader(filled, global_batch_size=filled.size, sharding=sharding, prefetch=1)
         batches = -(-len(rows) // batch_size)
         return Evaluator(step, loader, min(batches, max_batches or batches), compute_metrics, prepare=prepare)

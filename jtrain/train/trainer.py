@@ -23,7 +23,7 @@ from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.flops import TokenFlops
 from jtrain.parallel import processes
 from jtrain.parallel.lost import as_peer_lost
-from jtrain.parallel.mesh import describe
+from jtrain.parallel.mesh import data_ranks, describe
 from jtrain.parallel.sharding import bytes_per_device
 from jtrain.train.across_slices import complete, exchange_name
 from jtrain.train.adapters import counts
@@ -231,6 +231,11 @@ class Trainer:
         return as_rows(data, seed=None)
 
     @property
+    def row_multiple(self) -> int:
+        """What the rows of an evaluation's batch are filled up to a multiple of; more where a task has other meshes."""
+        return data_ranks(self.mesh)
+
+    @property
     def flops_per_token(self) -> TokenFlops | None:
         """Model FLOPs of a token in training; None where its shape is not known (the compiled step is then walked)."""
         return None
@@ -362,6 +367,7 @@ class Trainer:
             self._eval_step,
             batch_size=section.batch_size or self.program.batch.rows,
             sharding=self.program.batch_sharding,
+            multiple=self.row_multiple,
             max_batches=int(self.config.fast_dev_run) or section.max_batches,
             compute_metrics=self._compute_metrics,
             prepare=self.prepare,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from jtrain.cli import args as arguments
 from jtrain.cli.options import parse
-from jtrain.errors import ConfigError
+from jtrain.errors import ConfigError, StorageError
 
 USAGE = "jtrain eval MODEL --data FILE ... [--mesh fsdp=4] [--json]"
 HELP = f"""usage: {USAGE}
@@ -26,6 +27,10 @@ HELP = f"""usage: {USAGE}
   --all-tokens          of prompts with completions, the prompts are scored as well
   --assistant-only-loss of messages, what the assistant writes is scored
   --chat-template       one of the model's templates by name, or a .jinja file
+  --metrics             bleu, chrf, ter, rouge, exact_match: scores of the model's own answers to the data's prompts
+  --max-new-tokens      of an answer (128)
+  --limit               answers no more prompts than these
+  --predictions         a file for prompts, answers and references, a JSON object a line
   --batch-size          rows that are computed together, over all devices (8)
   --mesh                devices, such as fsdp=2,tensor=4; by default one
   --dtype               float32 (default), bfloat16 or float16
@@ -45,6 +50,10 @@ _KINDS = {
     "all-tokens": bool,
     "assistant-only-loss": bool,
     "chat-template": str,
+    "metrics": tuple,
+    "max-new-tokens": int,
+    "limit": int,
+    "predictions": str,
     "batch-size": int,
     "mesh": str,
     "dtype": str,
@@ -54,6 +63,8 @@ _KINDS = {
 }
 _CHOICES = {"packing": ("best_fit", "none"), "truncation": ("keep_start", "keep_end")}
 _PASSED = ("max-length", "stride", "packing", "truncation", "text-field", "assistant-only-loss", "chat-template")
+_COUNTS = ("max-length", "stride", "batch-size", "max-new-tokens", "limit")
+_OF_METRICS = ("max-new-tokens", "limit", "predictions")
 
 
 def run(args: list[str]) -> int:
@@ -62,39 +73,76 @@ def run(args: list[str]) -> int:
         print(HELP)
         return 0
     (path,), given = parse(args, USAGE, ("MODEL",), _KINDS)
-    if "data" not in given:
-        raise ConfigError("eval: there is nothing to evaluate on", "write --data FILE")
-    for name, words in _CHOICES.items():
-        if given.get(name, words[0]) not in words:
-            raise ConfigError(f"--{name} {given[name]}", f"write {' or '.join(words)}")
-    for name in ("max-length", "stride", "batch-size"):
-        if given.get(name, 1) < 1:
-            raise ConfigError(f"--{name} {given[name]}", "write a positive number, or leave it out")
+    _check(given)
+    metrics = [name for text in given.get("metrics", ()) for name in text.split(",") if name]
+    if metrics:
+        from jtrain.tasks.text_scores import check_metrics
+
+        check_metrics(metrics)
     arguments.start_devices()
     from jtrain.data.tokenizers import load_tokenizer
-    from jtrain.tasks.evaluate import evaluate
+    from jtrain.tasks.evaluate import evaluate, evaluate_answers
     from jtrain.tasks.loading import load_model
 
     model = load_model(path, given.get("dtype", "float32"), given.get("mesh"), given.get("step"))
     if "tokenizer" in given:
         model = dataclasses.replace(model, tokenizer=load_tokenizer(given["tokenizer"]))
     options: dict[str, Any] = {name.replace("-", "_"): given[name] for name in _PASSED if name in given}
+    options |= {"batch_size": given.get("batch-size", 8), "append_eos": "no-eos" not in given, "report": _report}
     if "all-tokens" in given:
         options["completion_only_loss"] = False
-    found = evaluate(
-        model,
-        given["data"],
-        batch_size=given.get("batch-size", 8),
-        append_eos="no-eos" not in given,
-        report=_report,
-        **options,
-    )
+    found: dict[str, Any] = evaluate(model, given["data"], **options)
+    if metrics:
+        result = evaluate_answers(
+            model,
+            given["data"],
+            metrics,
+            examples=given.get("limit"),
+            max_new_tokens=given.get("max-new-tokens", 128),
+            samples=given.get("limit", sys.maxsize) if "predictions" in given else 0,
+            **options,
+        )
+        found |= result.metrics | {"signatures": result.signatures}
+        if "predictions" in given:
+            _write(given["predictions"], result.samples)
     if given.get("json"):
-        print(json.dumps(found))
+        print(json.dumps(found, ensure_ascii=False))
     else:
-        for name, value in found.items():
-            print(f"{name:<26} {value:,}" if isinstance(value, int) else f"{name:<26} {value:.6g}")
+        _print(found)
     return 0
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """What is wrong with the options by themselves."""
+    if "data" not in given:
+        raise ConfigError("eval: there is nothing to evaluate on", "write --data FILE")
+    for name, words in _CHOICES.items():
+        if given.get(name, words[0]) not in words:
+            raise ConfigError(f"--{name} {given[name]}", f"write {' or '.join(words)}")
+    for name in _COUNTS:
+        if given.get(name, 1) < 1:
+            raise ConfigError(f"--{name} {given[name]}", "write a positive number, or leave it out")
+    for name in _OF_METRICS:
+        if name in given and "metrics" not in given:
+            raise ConfigError(
+                f"--{name} without --metrics, which alone reads it", "write --metrics bleu, or leave it out"
+            )
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    for name, value in found.items():
+        if isinstance(value, int):
+            print(f"{name:<26} {value:,}")
+        elif isinstance(value, float):
+            print(f"{name:<26} {value:.6g}")
+
+
+def _write(name: str, rows: list[dict[str, str]]) -> None:
+    try:
+        with open(name, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError as error:
+        raise StorageError(f"--predictions {name}: {error.strerror}", "name a file that can be written") from error
 
 
 def _report(text: str) -> None:

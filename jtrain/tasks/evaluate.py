@@ -6,6 +6,10 @@ a run. They are sums over target tokens, divided once: batch size, devices, pack
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +22,7 @@ from jtrain.config.schema import Config
 from jtrain.data.build import build_eval
 from jtrain.data.conversations import TEXT, form_of, no_form
 from jtrain.data.examples import first_record
+from jtrain.data.questions import read_questions
 from jtrain.data.rows import EvalRows, PackedRows
 from jtrain.data.sft import buckets_of, counts
 from jtrain.data.texts import is_texts
@@ -25,9 +30,12 @@ from jtrain.data.tokenizers import Tokenizer
 from jtrain.data.windows import WindowRows
 from jtrain.errors import ConfigError, DataError
 from jtrain.parallel.xla import compiler_options
+from jtrain.tasks.eval_text import ComputeTextMetrics, TextEvaluation, TextResult
+from jtrain.tasks.generate import generate
 from jtrain.tasks.language import text_metrics
 from jtrain.tasks.language_loss import next_token_loss
 from jtrain.tasks.loaded import LoadedModel
+from jtrain.tasks.text_scores import check_metrics
 from jtrain.train.evaluation import Evaluator, Sums
 from jtrain.train.step import make_eval_step
 
@@ -37,22 +45,80 @@ LONGEST_TEXT_ROW = 2048
 Report = Callable[[str], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How data is read for an evaluation.
+
+    Attributes:
+      max_length: tokens of a row; None: what the model takes, of texts at most 2,048.
+      packing: best_fit (documents share rows; by default for texts) or none (one a row, padded; for examples).
+      stride: of texts that are longer than a row: windows that overlap, each this many tokens behind the one before,
+        in place of pieces that know nothing of each other; 0: pieces.
+      truncation: keep_start or keep_end: what is scored of an example that is longer than a row; None: it is an error.
+      text_field: field of a record that holds a text.
+      append_eos: whether the end token of texts and text completions is there and scored.
+      completion_only_loss: auto: of prompt and completion, the completion; False: both.
+      assistant_only_loss: of messages, what the assistant writes.
+      chat_template: a name of the model's, or a .jinja file; None: the usual one.
+      cache_dir: where tokenised data is kept.
+    """
+
+    max_length: int | None = None
+    packing: str | None = None
+    stride: int = 0
+    truncation: str | None = None
+    text_field: str = "text"
+    append_eos: bool = True
+    completion_only_loss: bool | str = "auto"
+    assistant_only_loss: bool = False
+    chat_template: str | None = None
+    cache_dir: str | None = None
+
+    def config(self, model: LoadedModel, task: str, length: int) -> Config:
+        """The config of a run of `task` (pretrain or sft) that reads data so, with rows of `length` tokens."""
+        usual = "best_fit" if task == "pretrain" else "none"
+        section: dict[str, Any] = {
+            "text_field": self.text_field,
+            "append_eos": self.append_eos,
+            "packing": self.packing or usual,
+            "cache_dir": self.cache_dir,
+        }
+        values: dict[str, Any] = {"task": task, "max_length": length, "data": section}
+        values["mesh"] = {"context": model.mesh.shape["context"]}
+        if task == "sft":
+            section |= {"chat_template": self.chat_template, "truncation": self.truncation or "keep_start"}
+            values["sft"] = {
+                "completion_only_loss": self.completion_only_loss,
+                "assistant_only_loss": self.assistant_only_loss,
+            }
+        else:
+            section["prepend_bos"] = tokenizer_of(model).add_bos
+        return load.load_config(values, env={})
+
+    def length(self, limit: int, texts: bool) -> int:
+        """Tokens of a row for a model that takes `limit`.
+
+        Raises:
+          ConfigError: more than that, or a stride that does not fit.
+        """
+        length = self.max_length or (min(limit, LONGEST_TEXT_ROW) if texts else limit)
+        if length > limit or length < 2:
+            raise ConfigError(
+                f"max_length={length}, and the model takes rows of {limit} tokens (max_position_embeddings)",
+                f"write max_length: a number from 2 to {limit}",
+            )
+        if self.stride and not 0 < self.stride < length:
+            raise ConfigError(
+                f"stride={self.stride} with max_length={length}",
+                f"write a number from 1 to {length - 1}; half of max_length is usual",
+            )
+        if self.stride and not texts:
+            raise ConfigError(f"stride={self.stride}, and the data holds no texts", "leave it out: examples fill a row")
+        return length
+
+
 def evaluate(
-    model: LoadedModel,
-    data: Any,
-    *,
-    batch_size: int = 8,
-    max_length: int | None = None,
-    packing: str | None = None,
-    stride: int = 0,
-    truncation: str | None = None,
-    text_field: str = "text",
-    append_eos: bool = True,
-    completion_only_loss: bool | str = "auto",
-    assistant_only_loss: bool = False,
-    chat_template: str | None = None,
-    cache_dir: str | None = None,
-    report: Report | None = None,
+    model: LoadedModel, data: Any, *, batch_size: int = 8, report: Report | None = None, **reading: Any
 ) -> dict[str, float]:
     """The model's loss on data.
 
@@ -63,18 +129,8 @@ def evaluate(
       model: from `load_model`.
       data: a path (file, folder, glob, URL), several, or records in memory.
       batch_size: rows that are computed together, over all devices.
-      max_length: tokens of a row; by default what the model takes, of texts at most 2,048.
-      packing: best_fit (documents share rows; by default for texts) or none (one a row, padded; for examples).
-      stride: of texts that are longer than a row: windows that overlap, each this many tokens behind the one before,
-        in place of pieces that know nothing of each other; 0: pieces.
-      truncation: keep_start or keep_end: what is scored of an example that is longer than a row; None: it is an error.
-      text_field: field of a record that holds a text.
-      append_eos: whether the end token of texts and text completions is there and scored.
-      completion_only_loss: auto: of prompt and completion, the completion; False: both.
-      assistant_only_loss: of messages, what the assistant writes.
-      chat_template: a name of the model's, or a .jinja file; by default the usual one.
-      cache_dir: where tokenised data is kept.
       report: called with lines about what was found in the data.
+      **reading: see `Reading`.
 
     Returns:
       `eval_loss` (nats a target token), `perplexity`, `bits_per_byte` where the bytes are known,
@@ -84,49 +140,73 @@ def evaluate(
       ConfigError: an option that can't be, a row longer than the model takes, a model without a tokenizer.
       DataError: data that can't be read, or whose form is not known; examples that are too long.
     """
+    how, say = Reading(**reading), report or (lambda text: None)
     tokenizer = tokenizer_of(model)
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}", "write a positive number")
-    sources = _sources(data)
-    texts, examples = _by_form(sources, text_field)
+    texts, examples = _by_form(_sources(data), how.text_field)
     limit = model.decoder.max_position_embeddings
-    length = max_length or (min(limit, LONGEST_TEXT_ROW) if texts else limit)
-    if length > limit or length < 2:
-        raise ConfigError(
-            f"max_length={length}, and the model takes rows of {limit} tokens (max_position_embeddings)",
-            f"write max_length: a number from 2 to {limit}",
-        )
-    if stride and not 0 < stride < length:
-        raise ConfigError(
-            f"stride={stride} with max_length={length}", f"write a number from 1 to {length - 1}; half of it is usual"
-        )
-    if stride and not texts:
-        raise ConfigError(f"stride={stride}, and the data holds no texts", "leave stride out: examples fill one row")
-
-    def config(task: str, usual: str) -> Config:
-        section: dict[str, Any] = {
-            "text_field": text_field,
-            "append_eos": append_eos,
-            "packing": packing or usual,
-            "cache_dir": cache_dir,
-        }
-        values: dict[str, Any] = {"task": task, "max_length": length, "data": section}
-        values["mesh"] = {"context": model.mesh.shape["context"]}
-        if task == "sft":
-            section |= {"chat_template": chat_template, "truncation": truncation or "keep_start"}
-            values["sft"] = {"completion_only_loss": completion_only_loss, "assistant_only_loss": assistant_only_loss}
-        else:
-            section["prepend_bos"] = tokenizer.add_bos
-        return load.load_config(values, env={})
-
-    say = report or (lambda text: None)
+    length = how.length(limit, bool(texts))
     found: list[PackedRows] = []
     if texts:
-        found += _text_rows(config("pretrain", "best_fit"), tokenizer, texts, stride, say)
+        found += _text_rows(how.config(model, "pretrain", length), tokenizer, texts, how.stride, say)
+    of_examples = how.config(model, "sft", length)
     if examples:
-        found += _example_rows(config("sft", "none"), tokenizer, examples, truncation, limit, say)
-    rows = EvalRows(found, buckets=buckets_of(config("sft", "none")))
-    return figures(model, rows, batch_size)
+        found += _example_rows(of_examples, tokenizer, examples, how.truncation, limit, say)
+    return figures(model, EvalRows(found, buckets=buckets_of(of_examples)), batch_size)
+
+
+def evaluate_answers(
+    model: LoadedModel,
+    data: Any,
+    metrics: Sequence[str],
+    *,
+    examples: int | None = None,
+    max_new_tokens: int = 128,
+    samples: int = 0,
+    compute: ComputeTextMetrics | None = None,
+    batch_size: int = 8,
+    report: Report | None = None,
+    **reading: Any,
+) -> TextResult:
+    """Answers the prompts of data with the likeliest tokens, and scores the answers against those of the data.
+
+    Args:
+      model, data, batch_size, report, **reading: see `evaluate`.
+      metrics: names of `text_scores.METRICS`.
+      examples: no more prompts than these, the first ones; None: all.
+      max_new_tokens: of an answer.
+      samples: how many of the answers are returned.
+      compute: a further metric, `compute(predictions, references, **columns) -> name -> number`.
+
+    Raises:
+      ConfigError: see `evaluate`; a metric that is not known or not installed; a prompt that is too long.
+      DataError: see `evaluate`; data without prompts and answers.
+    """
+    check_metrics(metrics)  # before files are read
+    how, tokenizer = Reading(**reading), tokenizer_of(model)
+    limit = model.decoder.max_position_embeddings
+    config = how.config(model, "sft", limit)
+    questions = itertools.chain.from_iterable(
+        read_questions(config, tokenizer, source, field="--data", name=_name(source)) for source in _sources(data)
+    )
+    evaluation = TextEvaluation(
+        questions,
+        tokenizer,
+        limit,
+        metrics=metrics,
+        compute=compute,
+        examples=sys.maxsize if examples is None else examples,
+        max_new_tokens=max_new_tokens,
+        samples=samples,
+    )
+    if report is not None:
+        report(f"{len(evaluation):,} prompts, at most {max_new_tokens} new tokens, temperature 0")
+    result = evaluation(functools.partial(generate, model), batch_size)
+    if report is not None:
+        for name, signature in result.signatures.items():
+            report(f"{name}: {signature}")
+    return result
 
 
 def figures(model: LoadedModel, rows: EvalRows, batch_size: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 from jtrain.data import preference, sft
 from jtrain.data.cache import CacheOptions, Progress, open_plan, open_store
 from jtrain.data.examples import example_options, example_store
+from jtrain.data.image_rows import transform_of
 from jtrain.data.packing import split_documents, split_edges
 from jtrain.data.rows import EvalRows, PackedRows, TrainRows
 from jtrain.data.sft import buckets_of
@@ -23,6 +24,9 @@ from jtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
+
+EXAMPLES = ("sft", "distill")
+"""Tasks that read examples: a record is a row, or shares one."""
 
 
 def build_data(
@@ -89,7 +93,7 @@ def _open(config: Config, tokenizer: Tokenizer, data: Any, field: str, argument:
         with _progress_bar(progress) as report:
             return [(open_store(path, tokenizer, options, field=field, progress=report), "texts") for path in data]
     stores: list[Opened] = []
-    reader = sft if config.task == "sft" else preference
+    reader = sft if config.task in EXAMPLES else preference
     with _progress_bar(progress) as report:
         for source in [data] if is_texts(data) else data:
             name = f"{field}: {source}" if isinstance(source, str) else argument
@@ -107,7 +111,7 @@ def _packed(
     config: Config, tokenizer: Tokenizer, stores: Sequence[Opened], edges: Sequence[np.ndarray]
 ) -> list[PackedRows]:
     """The planned rows of a stretch of each store."""
-    if config.task not in ("pretrain", "sft"):
+    if config.task not in ("pretrain", *EXAMPLES):
         found = zip(stores, edges, strict=True)
         return [preference.rows_of(config, store, part, tokenizer.pad_id, title) for (store, title), part in found]
     token_bytes = tokenizer.token_bytes()
@@ -120,6 +124,7 @@ def _packed(
             pad_id=tokenizer.pad_id,
             edges=part,
             title=title,
+            transform=transform_of(tokenizer.images),
         )
         for (store, title), part in zip(stores, edges, strict=True)
     ]
@@ -145,7 +150,7 @@ def _split(config: Config, path: str, store: TokenStore) -> tuple[np.ndarray, np
     fraction = config.data.eval
     assert isinstance(fraction, float)
     if store.targets is not None:
-        unit = 1 if config.task == "sft" else preference.documents_of_a_record(config)
+        unit = 1 if config.task in EXAMPLES else preference.documents_of_a_record(config)
         if len(store.edges) < 2 * unit + 1:
             raise ConfigError(
                 f"data.eval: {fraction} of {path}, which holds one example: nothing is left to train on or to evaluate",

@@ -127,7 +127,15 @@ def open_store(
     if not meta.get("targets"):
         return TokenStore(tokens, edges, key, path)
     targets = np.memmap(path / "targets.bin", np.uint8, "r")
-    return TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
+    store = TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
+    if not meta.get("images"):
+        return store
+    from jtrain.data.examples import with_images
+
+    assert isinstance(options.recipe, ExampleRecipe)
+    lengths = np.fromfile(path / "image_lengths.bin", np.int64)
+    data = np.memmap(path / "images.bin", np.uint8, "r") if len(lengths) else np.zeros(0, np.uint8)
+    return with_images(store, tokenizer, options.recipe, data, lengths)
 
 
 def open_plan(
@@ -147,7 +155,8 @@ def open_plan(
     if targets is None:
         plan = plan_rows(edges, max_length, packing)
     else:
-        plan = plan_examples(edges, targets, max_length, packing, truncation)
+        images = () if store.images is None else (store.images.starts, store.images.tokens)
+        plan = plan_examples(edges, targets, max_length, packing, truncation, *images)
         if not plan.rows:
             raise DataError(
                 f"none of the {len(edges) - 1:,} examples has a token to learn",
@@ -225,7 +234,7 @@ def _collect(
     bad: list[dict[str, Any]] = []
     total, done = sum(chunk.size for chunk, _ in jobs), 0
     file, records, unfinished = "", 0, False
-    kinds = ("tokens", "targets", "values") if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
+    kinds = options.recipe.parts if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
     with _storage(made), contextlib.ExitStack() as stack:
         joined = {kind: stack.enter_context(open(made / f"{kind}.bin", "wb")) for kind in kinds}
         for (chunk, out), result in zip(jobs, results, strict=True):
@@ -263,6 +272,7 @@ def _collect(
         "files": sorted({chunk.path for chunk, _ in jobs}),
         "tokenizer": tokenizer.spec,
         "targets": "targets" in kinds,
+        "images": "images" in kinds,
     }
 
 
@@ -306,6 +316,9 @@ def _is_whole(path: Path) -> bool:
         if whole and meta.get("targets"):
             whole = (path / "targets.bin").stat().st_size == meta["tokens"]
             whole = whole and (path / "values.bin").stat().st_size == 4 * meta["documents"]
+        if whole and meta.get("images"):
+            lengths = np.fromfile(path / "image_lengths.bin", np.int64)
+            whole = (path / "images.bin").stat().st_size == int(lengths.sum())
         return bool(whole)
     except (OSError, ValueError, KeyError, EOFError):
         return False

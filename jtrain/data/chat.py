@@ -104,6 +104,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         *,
         allow_control_tokens: bool = False,
+        control_tokens: frozenset[str] = frozenset(),
         mask: bool = True,
         **variables: Any,
     ) -> Encoded:
@@ -117,6 +118,7 @@ class ChatTemplate:
           messages, tools, add_generation_prompt, variables: as for `render`.
           allow_control_tokens: names of control tokens in messages are these tokens, which lets the text of a user end
             the turn or open another one.
+          control_tokens: those of which alone this is so (the image token, where a template has no parts of images).
           mask: False: only the ids, in one rendering; the mask stays empty.
 
         Raises:
@@ -125,7 +127,8 @@ class ChatTemplate:
         """
         plain = _messages(messages)
         answers = [number for number, message in enumerate(plain) if mask and message["role"] == "assistant"]
-        marks = None if allow_control_tokens else Marks.of(tokenizer, self.source, [plain, tools, variables])
+        values = [plain, tools, variables]
+        marks = None if allow_control_tokens else Marks.of(tokenizer, self.source, values, control_tokens)
         if marks is not None:
             plain, tools, variables = marks.put(plain), marks.put(tools), marks.put(variables)
         text, spans = self._answers(plain, answers, tools, variables, add_generation_prompt)

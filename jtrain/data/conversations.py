@@ -122,7 +122,7 @@ class ChatEncoder:
         before = self.prompt(prompt, tools=tools, variables=variables)
         assistant: list[int] = []
         if isinstance(prompt, str):
-            ids = self._ended(self._prompt(prompt + completion))
+            ids = self.text(prompt + completion)
         else:
             whole = [*conversation(prompt), *conversation(completion)]
             ids, assistant = self.messages(whole, tools=tools, variables=variables, mask=mask)
@@ -167,7 +167,19 @@ def sft_encoder(
       title: of the template, for messages.
     """
     chat = None if template is None else ChatTemplate(template, special_tokens, name=title)
-    encoder = ChatEncoder(tokenizer, chat, append_eos=append_eos, prepend_bos=prepend_bos)
+    return sft_records(
+        ChatEncoder(tokenizer, chat, append_eos=append_eos, prepend_bos=prepend_bos),
+        form=form,
+        text_field=text_field,
+        completion_only=completion_only,
+        assistant_only=assistant_only,
+    )
+
+
+def sft_records(
+    encoder: ChatEncoder, *, form: str, text_field: str, completion_only: bool, assistant_only: bool
+) -> Encoder:
+    """What SFT makes of records with the texts and messages of an encoder; see `sft_encoder`."""
 
     def encode(record: Mapping[str, Any]) -> list[Example]:
         found = form_of(record, text_field)

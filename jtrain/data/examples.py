@@ -7,6 +7,8 @@ imports jax.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ import numpy as np
 from jtrain.data.cache import CacheOptions
 from jtrain.data.files import find_files, kind_of
 from jtrain.data.sources import Bad, Chunk, plan_chunks, read_records
-from jtrain.data.store import TokenStore
+from jtrain.data.store import StoredImages, TokenStore
 from jtrain.data.tokenise import ChunkResult, ExampleRecipe, token_dtype
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError, StorageError
@@ -38,11 +40,13 @@ class Example(NamedTuple):
       targets: 1 where a token may be a target of the loss, else 0; as long as ids. (The first token of a document has
         nothing before it and never is one, whatever stands here.)
       value: a number that comes with it, such as a label or a margin.
+      images: what is kept of its images, in the order of their tokens (`jtrain/data/image_conversations.py`).
     """
 
     ids: Sequence[int]
     targets: Sequence[int]
     value: float = 0.0
+    images: Sequence[bytes] = ()
 
 
 Encoder = Callable[[Mapping[str, Any]], Sequence[Example]]
@@ -54,6 +58,7 @@ Raises:
 
 ENCODERS = {
     "sft": "jtrain.data.conversations:sft_encoder",
+    "sft_images": "jtrain.data.image_conversations:image_sft_encoder",
     "preference": "jtrain.data.pairs:preference_encoder",
 }
 """Kind of a recipe -> `module:function`; `function(tokenizer, **recipe.options, title=recipe.title) -> Encoder`."""
@@ -75,12 +80,8 @@ def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer,
     result = ChunkResult()
     dtype = token_dtype(tokenizer.vocab_size)
     try:
-        with (
-            open(f"{out}.tokens", "wb") as tokens,
-            open(f"{out}.targets", "wb") as targets,
-            open(f"{out}.lengths", "wb") as lengths,
-            open(f"{out}.values", "wb") as values,
-        ):
+        with contextlib.ExitStack() as stack:
+            files = {name: stack.enter_context(open(f"{out}.{name}", "wb")) for name in ("lengths", *recipe.parts)}
             for record in read_records(chunk, recipe.options["text_field"]):
                 found = record if record is None else _encode(encode, record)
                 if isinstance(found, Bad):
@@ -88,10 +89,13 @@ def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer,
                     if len(result.bad) > recipe.bad_limit:
                         return result
                 for example in () if found is None or isinstance(found, Bad) else found:
-                    tokens.write(np.asarray(example.ids, dtype).data)
-                    targets.write(np.asarray(example.targets, np.uint8).data)
-                    lengths.write(np.asarray([len(example.ids)], np.int64).data)
-                    values.write(np.asarray([example.value], np.float32).data)
+                    files["tokens"].write(np.asarray(example.ids, dtype).data)
+                    files["targets"].write(np.asarray(example.targets, np.uint8).data)
+                    files["lengths"].write(np.asarray([len(example.ids)], np.int64).data)
+                    files["values"].write(np.asarray([example.value], np.float32).data)
+                    for image in example.images:
+                        files["images"].write(image)
+                        files["image_lengths"].write(np.asarray([len(image)], np.int64).data)
                     result.documents += 1
                     result.tokens += len(example.ids)
                 result.records += 1
@@ -133,8 +137,35 @@ def example_store(
         log.warning("%d records of %s can't be used and were left out", bad, name)
     if not found:
         raise DataError(f"{name} holds no example", "Every record of it is empty.")
-    ids, targets, values = zip(*found, strict=True)
-    return TokenStore.from_documents(ids, targets, values)
+    ids, targets, values, images = zip(*found, strict=True)
+    store = TokenStore.from_documents(ids, targets, values)
+    if "image_token" not in options.recipe.options:
+        return store
+    payloads = [payload for of_example in images for payload in of_example]
+    data = np.frombuffer(b"".join(payloads), np.uint8)
+    return with_images(store, tokenizer, options.recipe, data, np.asarray([len(one) for one in payloads], np.int64))
+
+
+def with_images(
+    store: TokenStore, tokenizer: Tokenizer, recipe: ExampleRecipe, data: np.ndarray, lengths: np.ndarray
+) -> TokenStore:
+    """A store with the images of its examples.
+
+    Args:
+      store: the tokens.
+      tokenizer: of the model.
+      recipe: of the examples; says what the image token is, and how many an image has.
+      data, lengths: what is kept of the images, one behind the other, and the bytes of each.
+    """
+    token = tokenizer.token_to_id(recipe.options["image_token"])
+    size = recipe.options["image_tokens"]
+    starts = np.flatnonzero(np.asarray(store.tokens) == token)[::size].astype(np.int64)
+    assert len(starts) == len(lengths), "an image without its tokens"
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    fingerprint = store.fingerprint
+    if store.path is None:  # that of a cache stands for the records, with all that is in them
+        fingerprint = hashlib.blake2b(fingerprint.encode() + data.tobytes(), digest_size=16).hexdigest()
+    return replace(store, images=StoredImages(data, edges, starts, size), fingerprint=fingerprint)
 
 
 def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mapping[str, Any]:

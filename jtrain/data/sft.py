@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,10 +11,11 @@ import numpy as np
 from jtrain.data.chat import load_chat_template
 from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, TEXT, form_of, needs_template, no_form
 from jtrain.data.examples import first_record
+from jtrain.data.files import find_files
 from jtrain.data.rows import PackedRows
 from jtrain.data.tokenise import ExampleRecipe
 from jtrain.data.tokenizers import Tokenizer
-from jtrain.errors import ConfigError
+from jtrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
@@ -40,6 +43,12 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
     if form is None:
         raise no_form(name, record, data.text_field)
     messages = needs_template(record, form)
+    images = tokenizer.images
+    if images is None and has_images(record):
+        raise DataError(
+            f"{name}: its records hold images, and the model reads text alone",
+            "Give a model that sees as model.path (a LLaVA folder), or records without images.",
+        )
     if section.completion_only_loss is True and form != PROMPT_COMPLETION:
         remedy = "sft.assistant_only_loss: true learns the assistant's turns alone; or write" if messages else "Write"
         raise ConfigError(
@@ -56,8 +65,12 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
     template = None
     if messages:
         template = load_chat_template(tokenizer, data.chat_template, tools=record.get("tools") is not None)
+    of_images: dict[str, Any] = {}
+    if images is not None:
+        folder = folder_of(source, field)
+        of_images = {"image_token": images.token, "image_tokens": images.tokens, "image_folder": folder}
     return ExampleRecipe(
-        "sft",
+        "sft" if images is None else "sft_images",
         {
             "form": form,
             "text_field": data.text_field,
@@ -67,9 +80,27 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
             "assistant_only": section.assistant_only_loss,
             "template": None if template is None else template.source,
             "special_tokens": {} if template is None else template.special_tokens,
+            **of_images,
         },
         title="the chat template" if template is None else template.name,
     )
+
+
+def has_images(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds images: in a column of their own, or as parts of its messages."""
+    if record.get("images"):
+        return True
+    messages = [m for value in record.values() if isinstance(value, list | tuple) for m in value]
+    parts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list | tuple)]
+    return any(isinstance(p, Mapping) and p.get("type") in ("image", "image_url") for part in parts for p in part)
+
+
+def folder_of(source: Any, field: str) -> str:
+    """What the paths of images in a source are relative to: the folder of its (first) file; of records in memory the
+    working directory."""
+    if not isinstance(source, str):
+        return os.getcwd()
+    return os.path.dirname(os.path.abspath(find_files(source, field=field)[0]))
 
 
 def describe_recipe(recipe: ExampleRecipe) -> str:

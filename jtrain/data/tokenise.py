@@ -55,6 +55,12 @@ class ExampleRecipe:
     bad_limit: int = 0
     title: str = "the chat template"
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The files that its tokens come with; see `tokenise_chunk`."""
+        of_images = ("images", "image_lengths") if "image_token" in self.options else ()
+        return ("tokens", "targets", "values", *of_images)
+
 
 AnyRecipe = Recipe | ExampleRecipe
 
@@ -108,7 +114,8 @@ def check_special_tokens(tokenizer: Tokenizer, recipe: AnyRecipe) -> None:
 def tokenise_chunk(chunk: Chunk, recipe: AnyRecipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
     """Writes `out`.tokens (token_dtype) and `out`.lengths (int64: tokens of each document, in order).
 
-    Of examples also `out`.targets (uint8 a token) and `out`.values (float32 a document).
+    Of examples also `out`.targets (uint8 a token) and `out`.values (float32 a document); with images `out`.images (what
+    is kept of them, one behind the other) and `out`.image_lengths (int64: bytes of each).
 
     Raises:
       DataError: the file can't be read.

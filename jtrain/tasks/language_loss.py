@@ -8,6 +8,7 @@ from flax import nnx
 
 from jtrain.data.rows import IGNORE
 from jtrain.models.decoder import Decoder
+from jtrain.models.multimodal import Images, image_places
 from jtrain.models.router import RouterFigures
 from jtrain.ops.cross_entropy import cross_entropy_figures, soft_cap
 from jtrain.ops.zigzag import to_zigzag, zigzag_order
@@ -76,6 +77,9 @@ def hidden_and_targets(
     # Any model with `hidden` and `head` will do; ours say more.
     decoder = model if isinstance(model, Decoder) else None
     ways = 1 if decoder is None else decoder.balanced_ways(batch["input_ids"].shape[1])
+    images = images_of(decoder, batch)
+    if images is not None:
+        images = images._replace(places=to_zigzag(images.places, ways))
     ids, positions, segments, targets = (
         to_zigzag(x, ways)
         for x in (batch["input_ids"], batch["position_ids"], batch["segment_ids"], next_token(batch["labels"]))
@@ -85,10 +89,20 @@ def hidden_and_targets(
         arguments = {"position_ids": positions, "segment_ids": segments, "rng": rng, "row": batch["row"]}
         if decoder is not None:
             noise = noise_alpha if training else 0.0
-            hidden, router = decoder.hidden_and_router(ids, **arguments, deterministic=not training, noise_alpha=noise)
+            hidden, router = decoder.hidden_and_router(
+                ids, **arguments, deterministic=not training, noise_alpha=noise, images=images
+            )
         else:
             hidden = model.hidden(ids, **arguments, deterministic=not training)  # type: ignore[attr-defined]
     return hidden, router, targets, ways
+
+
+def images_of(decoder: Decoder | None, batch: dict[str, jax.Array]) -> Images | None:
+    """The images of a batch; None: its rows have none, or the model does not see."""
+    if decoder is None or decoder.config.images is None or "pixel_values" not in batch:
+        return None
+    places = image_places(batch["input_ids"], decoder.config.images.image_token_index)
+    return Images(batch["pixel_values"], places)
 
 
 def with_router_losses(
@@ -112,8 +126,12 @@ def next_token(labels_BL: jax.Array) -> jax.Array:
 
 def token_logprobs(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """For `predict`: the log-probability of every label [b, L] (at its own place), 0 where there is none."""
+    images = images_of(model if isinstance(model, Decoder) else None, batch)
     hidden = model.hidden(  # type: ignore[attr-defined]
-        batch["input_ids"], position_ids=batch["position_ids"], segment_ids=batch["segment_ids"]
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        segment_ids=batch["segment_ids"],
+        **({} if images is None else {"images": images}),
     )
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum("bld,dv->blv", hidden, model.head(), preferred_element_type=wide)  # type: ignore[attr-defined]

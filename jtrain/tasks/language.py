@@ -31,6 +31,7 @@ from jtrain.tasks.decoder import (
 )
 from jtrain.tasks.generate import Generation, Generator, Stream
 from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids
+from jtrain.tasks.image_models import settle_images
 from jtrain.tasks.language_loss import token_logprobs
 from jtrain.tasks.roles import check_meshes, described, row_multiple
 from jtrain.tasks.source import ModelSource, with_model
@@ -61,6 +62,9 @@ class LanguageTrainer(Trainer, ABC):
     task: ClassVar[str]
     """The config's `task`."""
 
+    reads_images: ClassVar[bool] = False
+    """Whether its rows may hold images."""
+
     def __init__(
         self,
         config: Config | str | dict[str, Any] | None = None,
@@ -77,7 +81,10 @@ class LanguageTrainer(Trainer, ABC):
         config = _with_arguments(task_config(self.task, config, sections), model, train_dataset, eval_dataset)
         source = ModelSource(self.settle(config))
         self.adapt(source)
-        config, self.tokenizer, self.decoder = source.config, source.tokenizer, source.decoder
+        self.tokenizer, self.decoder = source.tokenizer, source.decoder
+        config = source.config = settle_images(
+            source.config, self.decoder, self.tokenizer, task=self.task, reads=self.reads_images
+        )
         rows, eval_rows = self.read_data(config, train_dataset, eval_dataset)
         super().__init__(
             config,

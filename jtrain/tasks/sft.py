@@ -8,6 +8,7 @@ from jtrain.config.schema import Config
 from jtrain.data.chat import load_chat_template
 from jtrain.data.rows import EvalRows, TrainRows
 from jtrain.data.sft import counts
+from jtrain.tasks.image_models import describe_images
 from jtrain.tasks.language import LanguageTrainer
 from jtrain.tasks.language_loss import next_token_loss
 from jtrain.train.loss import LossFn
@@ -25,6 +26,7 @@ class SFTTrainer(LanguageTrainer):
     """
 
     task = "sft"
+    reads_images = True
 
     def make_loss(self, config: Config) -> LossFn:
         loss = config.loss
@@ -44,7 +46,10 @@ class SFTTrainer(LanguageTrainer):
         return super().read_data(config, train, held_out)
 
     def summary(self) -> list[str]:
-        return [*super().summary(), *(f"{name}: {line}" for name, line in self._examples())]
+        lines = [*super().summary(), *(f"{name}: {line}" for name, line in self._examples())]
+        if self.decoder.images is not None:
+            lines.append(f"images: {describe_images(self.decoder, self.config.optimizer.freeze)}")
+        return lines
 
     def log(self, split: str, record: dict[str, Any]) -> None:
         more = {"num_tokens": self.counters.tokens} if split == "train" else {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jtrain.cli import args as arguments
 from jtrain.cli.options import parse
 from jtrain.errors import ConfigError, StorageError
 
-USAGE = "jtrain eval MODEL --data FILE ... [--mesh fsdp=4] [--json]"
+USAGE = "jtrain eval MODEL (--data FILE ... [--metrics bleu,rouge] | --tasks NAMES) [--json]"
 HELP = f"""usage: {USAGE}
 
   MODEL                 a Hugging Face folder, a run or one of its checkpoints, an export, what jtrain import made, or a
@@ -29,8 +29,13 @@ HELP = f"""usage: {USAGE}
   --chat-template       one of the model's templates by name, or a .jinja file
   --metrics             bleu, chrf, ter, rouge, exact_match: scores of the model's own answers to the data's prompts
   --max-new-tokens      of an answer (128)
-  --limit               answers no more prompts than these
   --predictions         a file for prompts, answers and references, a JSON object a line
+  --tasks               of lm-eval: names of tasks, groups or tags; needs no --data
+  --include-path        a folder with tasks of your own (.yaml)
+  --num-fewshot         examples before each question; by default as the task has it
+  --apply-chat-template questions go through the chat template, examples as turns of their own
+  --system-instruction  the system's message
+  --limit               answers no more prompts, and of each task no more documents, than these
   --batch-size          rows that are computed together, over all devices (8)
   --mesh                devices, such as fsdp=2,tensor=4; by default one
   --dtype               float32 (default), bfloat16 or float16
@@ -54,6 +59,11 @@ _KINDS = {
     "max-new-tokens": int,
     "limit": int,
     "predictions": str,
+    "tasks": tuple,
+    "include-path": str,
+    "num-fewshot": int,
+    "apply-chat-template": bool,
+    "system-instruction": str,
     "batch-size": int,
     "mesh": str,
     "dtype": str,
@@ -62,9 +72,15 @@ _KINDS = {
     "json": bool,
 }
 _CHOICES = {"packing": ("best_fit", "none"), "truncation": ("keep_start", "keep_end")}
-_PASSED = ("max-length", "stride", "packing", "truncation", "text-field", "assistant-only-loss", "chat-template")
 _COUNTS = ("max-length", "stride", "batch-size", "max-new-tokens", "limit")
-_OF_METRICS = ("max-new-tokens", "limit", "predictions")
+_NEEDS = {
+    **dict.fromkeys(("max-new-tokens", "predictions"), ("metrics",)),
+    **dict.fromkeys(("include-path", "num-fewshot", "apply-chat-template", "system-instruction"), ("tasks",)),
+    **dict.fromkeys(("stride", "packing", "truncation", "text-field"), ("data",)),
+    **dict.fromkeys(("no-eos", "all-tokens", "assistant-only-loss", "metrics"), ("data",)),
+    "limit": ("metrics", "tasks"),
+}
+"""Options that only another one reads."""
 
 
 def run(args: list[str]) -> int:
@@ -74,59 +90,98 @@ def run(args: list[str]) -> int:
         return 0
     (path,), given = parse(args, USAGE, ("MODEL",), _KINDS)
     _check(given)
-    metrics = [name for text in given.get("metrics", ()) for name in text.split(",") if name]
+    metrics, tasks = _words(given, "metrics"), _words(given, "tasks")
+    manager = None
     if metrics:
         from jtrain.tasks.text_scores import check_metrics
 
         check_metrics(metrics)
+    if tasks:
+        from jtrain.tasks.eval_tasks import evaluate_tasks, open_tasks
+
+        manager = open_tasks(tasks, given.get("include-path"))
     arguments.start_devices()
     from jtrain.data.tokenizers import load_tokenizer
-    from jtrain.tasks.evaluate import evaluate, evaluate_answers
     from jtrain.tasks.loading import load_model
 
     model = load_model(path, given.get("dtype", "float32"), given.get("mesh"), given.get("step"))
     if "tokenizer" in given:
         model = dataclasses.replace(model, tokenizer=load_tokenizer(given["tokenizer"]))
-    options: dict[str, Any] = {name.replace("-", "_"): given[name] for name in _PASSED if name in given}
-    options |= {"batch_size": given.get("batch-size", 8), "append_eos": "no-eos" not in given, "report": _report}
-    if "all-tokens" in given:
-        options["completion_only_loss"] = False
-    found: dict[str, Any] = evaluate(model, given["data"], **options)
-    if metrics:
-        result = evaluate_answers(
-            model,
-            given["data"],
-            metrics,
-            examples=given.get("limit"),
-            max_new_tokens=given.get("max-new-tokens", 128),
-            samples=given.get("limit", sys.maxsize) if "predictions" in given else 0,
-            **options,
+    found = _on_data(model, given, metrics) if "data" in given else {}
+    table = ""
+    if tasks:
+        names = ("num-fewshot", "limit", "max-length", "chat-template", "apply-chat-template", "system-instruction")
+        result = evaluate_tasks(
+            model, tasks, manager=manager, batch_size=given.get("batch-size", 8), **_options(given, names)
         )
-        found |= result.metrics | {"signatures": result.signatures}
-        if "predictions" in given:
-            _write(given["predictions"], result.samples)
+        found, table = found | {"tasks": result.results}, result.table
     if given.get("json"):
         print(json.dumps(found, ensure_ascii=False))
     else:
         _print(found)
+        print(table, end="")
     return 0
+
+
+def _on_data(model: Any, given: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
+    """The figures of `--data`."""
+    from jtrain.tasks.evaluate import evaluate, evaluate_answers
+
+    names = ("max-length", "stride", "packing", "truncation", "text-field", "assistant-only-loss", "chat-template")
+    options = _options(given, names)
+    options |= {"batch_size": given.get("batch-size", 8), "append_eos": "no-eos" not in given, "report": _report}
+    if "all-tokens" in given:
+        options["completion_only_loss"] = False
+    found: dict[str, Any] = evaluate(model, given["data"], **options)
+    if not metrics:
+        return found
+    result = evaluate_answers(
+        model,
+        given["data"],
+        metrics,
+        examples=given.get("limit"),
+        max_new_tokens=given.get("max-new-tokens", 128),
+        samples=given.get("limit", sys.maxsize) if "predictions" in given else 0,
+        **options,
+    )
+    if "predictions" in given:
+        _write(given["predictions"], result.samples)
+    return found | result.metrics | {"signatures": result.signatures}
+
+
+def _options(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name.replace("-", "_"): given[name] for name in names if name in given}
+
+
+def _words(given: Mapping[str, Any], name: str) -> list[str]:
+    """Names, divided by spaces or commas."""
+    words = [word.strip() for text in given.get(name, ()) for word in text.split(",") if word.strip()]
+    if name in given and not words:
+        raise ConfigError(f"--{name} is empty", "name one at least, or leave it out")
+    return words
 
 
 def _check(given: Mapping[str, Any]) -> None:
     """What is wrong with the options by themselves."""
-    if "data" not in given:
-        raise ConfigError("eval: there is nothing to evaluate on", "write --data FILE")
+    if "data" not in given and "tasks" not in given:
+        raise ConfigError(
+            "eval: there is nothing to evaluate on", "write --data FILE, or --tasks with names of lm-eval's"
+        )
     for name, words in _CHOICES.items():
         if given.get(name, words[0]) not in words:
             raise ConfigError(f"--{name} {given[name]}", f"write {' or '.join(words)}")
     for name in _COUNTS:
         if given.get(name, 1) < 1:
             raise ConfigError(f"--{name} {given[name]}", "write a positive number, or leave it out")
-    for name in _OF_METRICS:
-        if name in given and "metrics" not in given:
+    if given.get("num-fewshot", 0) < 0:
+        raise ConfigError(f"--num-fewshot {given['num-fewshot']}", "write 0 or a positive number")
+    for name, needs in _NEEDS.items():
+        if name in given and not any(need in given for need in needs):
             raise ConfigError(
-                f"--{name} without --metrics, which alone reads it", "write --metrics bleu, or leave it out"
+                f"--{name} without --{needs[0]}, which alone reads it", f"leave it out, or write --{needs[0]}"
             )
+    if "chat-template" in given and not ({"data", "apply-chat-template"} & set(given)):
+        raise ConfigError("--chat-template without --apply-chat-template: no task reads it", "write both, or neither")
 
 
 def _print(found: Mapping[str, Any]) -> None:

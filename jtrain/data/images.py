@@ -141,6 +141,8 @@ class ImageTransform:
           CheckpointError: there is none, or it can't be read.
         """
         path = Path(folder) / FILE
+        if not path.exists() and (whole := path.with_name("processor_config.json")).exists():
+            path = whole  # where transformers 5 writes it, for processors of images and texts
         try:
             content = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:

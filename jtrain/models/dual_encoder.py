@@ -137,9 +137,9 @@ class DualEncoder(nnx.Module):
         self.text_projection = projection(keys[2], config.text.hidden_size)
         if config.kind == "clip":
             self.image_projection = projection(keys[3], config.vision.hidden_size)
-        self.logit_scale = constant(config.logit_scale_init, (), (), dtype)
+        self.logit_scale = constant(config.logit_scale_init, (1,), ("logit",), dtype)
         if config.kind == "siglip":
-            self.logit_bias = constant(config.logit_bias_init, (), (), dtype)
+            self.logit_bias = constant(config.logit_bias_init, (1,), ("logit",), dtype)
 
     def encode_image(
         self, pixels: jax.Array, *, rng: jax.Array | None = None, row: jax.Array | None = None
@@ -190,11 +190,11 @@ class DualEncoder(nnx.Module):
 
     def scale_and_bias(self) -> tuple[jax.Array, jax.Array]:
         """Logarithm of the scale, and the bias (0 in CLIP), float32 at least."""
-        scale = self.logit_scale[...]
+        scale = self.logit_scale[...][0]
         scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
-        return scale, self.logit_bias[...].astype(scale.dtype) if self.config.kind == "siglip" else jnp.zeros_like(
-            scale
-        )
+        if self.config.kind == "clip":
+            return scale, jnp.zeros_like(scale)
+        return scale, self.logit_bias[...][0].astype(scale.dtype)
 
     def __call__(self, pixels: jax.Array, input_ids: jax.Array) -> jax.Array:
         """Scores of every image with every text [images, texts], transformers' `logits_per_image`."""

@@ -186,12 +186,12 @@ def _compare(model: LoadedModel, folder: Path, dtype: str) -> tuple[float, float
     ids = np.random.default_rng(0).integers(0, model.decoder.vocab_size, (_ROWS, length))
     if model.precision.matmul != "highest":
         model = dataclasses.replace(model, precision=dataclasses.replace(model.precision, matmul="highest"))
-    before = _host(model(ids))
+    before = host(model(ids))
     rounded = before
     if dtype != model.precision.name:
-        rounded = _host(model.with_weights(rounded_to(model.params, dtype), model.variables)(ids))
+        rounded = host(model.with_weights(rounded_to(model.params, dtype), model.variables)(ids))
     again = load_opened(open_model(folder), dtype=model.precision.name, mesh=model.mesh, rules=model.rules)
-    after = _host(model.with_weights(again.params, again.variables)(ids))
+    after = host(model.with_weights(again.params, again.variables)(ids))
     return differences(before, rounded, after)
 
 
@@ -226,7 +226,7 @@ def rounded_to(params: Any, dtype: str) -> Any:
     return jax.tree.map(one, params)
 
 
-def _host(logits: jax.Array) -> np.ndarray:
+def host(logits: jax.Array) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     if logits.is_fully_addressable:

@@ -127,14 +127,14 @@ def dual_encoder_tensors(config: DualEncoderConfig) -> list[Tensor]:
             *tensors,
             linear(f"{at}head.weight", Slot("text_projection/kernel"), (d,), (e,)),
             same(f"{at}head.bias", Slot("text_projection/bias"), e),
-            same("logit_scale", Slot("logit_scale"), 1, ours=()),
-            same("logit_bias", Slot("logit_bias"), 1, ours=()),
+            same("logit_scale", Slot("logit_scale"), 1),
+            same("logit_bias", Slot("logit_bias"), 1),
         ]
     return [
         *tensors,
         linear("text_projection.weight", Slot("text_projection/kernel"), (d,), (e,)),
         linear("visual_projection.weight", Slot("image_projection/kernel"), (size,), (e,)),
-        same("logit_scale", Slot("logit_scale")),
+        same("logit_scale", Slot("logit_scale"), ours=(1,)),
     ]
 
 

@@ -30,7 +30,7 @@ from jtrain.tasks.decoder import (
     experts_name,
 )
 from jtrain.tasks.generate import Generation, Generator, Stream
-from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids
+from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids, read_prompt
 from jtrain.tasks.image_models import settle_images
 from jtrain.tasks.language_loss import token_logprobs
 from jtrain.tasks.roles import check_meshes, described, row_multiple
@@ -174,13 +174,14 @@ class LanguageTrainer(Trainer, ABC):
         """
         if self._generator is None:
             self._generator = Generator(self.decoder, self.tokenizer, self.mesh, self.program.rules, self._forward)
-        ids = [prompt_ids(self.tokenizer, prompt) for prompt in as_prompts(prompts)]
+        read = [read_prompt(self.tokenizer, prompt) for prompt in as_prompts(prompts)]
         batch_size = options.pop("batch_size", 0)
         return self._generator(
             self._evaluated_params(),
             self.state.variables,
-            ids,
+            [ids for ids, _ in read],
             GenerateOptions(**options),
+            images=[images for _, images in read],
             batch_size=batch_size,
             stream=stream,
         )

@@ -145,6 +145,10 @@ def evaluate(
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}", "write a positive number")
     texts, examples = _by_form(_sources(data), how.text_field)
+    if texts and how.assistant_only_loss:
+        raise ConfigError(
+            f"assistant_only_loss, and {_name(texts[0])} holds texts: no message of an assistant", "leave it out"
+        )
     limit = model.decoder.max_position_embeddings
     length = how.length(limit, bool(texts))
     found: list[PackedRows] = []
@@ -328,7 +332,7 @@ def _example_rows(
                 f"{config.max_length} tokens; the first is number {first + 1}, with {sizes[first]}",
                 f"write {more}{', or ' if more else ''}truncation: keep_start (or keep_end), which scores a part",
             )
-        text = f"{_name(source)}: {number['examples']:,} {rows.title.replace(' learned', ' scored')}"
+        text = f"{_name(source)}: {number['examples']:,} examples ({rows.title.replace(' learned', ' scored')})"
         if number["left_out"]:
             text += f"; {number['left_out']:,} without such a token left out"
         if number["cut"]:

@@ -182,16 +182,23 @@ def _compare(model: LoadedModel, folder: Path, dtype: str) -> tuple[float, float
     Raises:
       CheckpointError: they are not those of the model with its weights rounded to what was written.
     """
-    length = min(_LENGTH, model.decoder.max_position_embeddings)
-    ids = np.random.default_rng(0).integers(0, model.decoder.vocab_size, (_ROWS, length))
+    seen = 0 if model.decoder.images is None else model.decoder.images.tokens
+    length = min(_LENGTH + seen, model.decoder.max_position_embeddings)
+    random = np.random.default_rng(0)
+    ids, images, pixels = random.integers(0, model.decoder.vocab_size, (_ROWS, length)), model.decoder.images, None
+    if images is not None and length > images.tokens:  # every row begins with an image
+        token = images.image_token_index
+        ids[ids == token] = (token + 1) % model.decoder.vocab_size
+        ids[:, : images.tokens] = token
+        pixels = random.standard_normal((_ROWS, 1, *images.shape()), np.float32)
     if model.precision.matmul != "highest":
         model = dataclasses.replace(model, precision=dataclasses.replace(model.precision, matmul="highest"))
-    before = host(model(ids))
+    before = host(model(ids, pixel_values=pixels))
     rounded = before
     if dtype != model.precision.name:
-        rounded = host(model.with_weights(rounded_to(model.params, dtype), model.variables)(ids))
+        rounded = host(model.with_weights(rounded_to(model.params, dtype), model.variables)(ids, pixel_values=pixels))
     again = load_opened(open_model(folder), dtype=model.precision.name, mesh=model.mesh, rules=model.rules)
-    after = host(model.with_weights(again.params, again.variables)(ids))
+    after = host(model.with_weights(again.params, again.variables)(ids, pixel_values=pixels))
     return differences(before, rounded, after)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jtrain.errors import JtrainError
     from jtrain.ops.stack import scan_layers
     from jtrain.parallel.mesh import make_mesh
+    from jtrain.tasks.distill import DistillTrainer
     from jtrain.tasks.dpo import DPOTrainer
     from jtrain.tasks.exporting import export
     from jtrain.tasks.generate import Generation, generate
@@ -39,6 +40,7 @@ _WHERE = {
     "Config": "config.schema",
     "DPOTrainer": "tasks.dpo",
     "DataLoader": "data.loader",
+    "DistillTrainer": "tasks.distill",
     "Generation": "tasks.generate",
     "History": "train.history",
     "JtrainError": "errors",
@@ -67,6 +69,7 @@ __all__ = [
     "Config",
     "DPOTrainer",
     "DataLoader",
+    "DistillTrainer",
     "Generation",
     "History",
     "JtrainError",

@@ -185,13 +185,14 @@ ALIASES: dict[str, Alias] = {
                 "disable_dropout",
             )
         ),
+        Alias("teacher_model_name_or_path", "distill.teacher", _TRL),
         Alias("lr", "optimizer.learning_rate", _SHORT),
         Alias("preset", "model.preset", _SHORT),
     )
 }
 
 NOT_BUILT = {
-    "task": ("grpo", "ppo", "distill"),
+    "task": ("grpo", "ppo"),
     "strategy": ("auto",),
     "mesh": ("auto",),
 }

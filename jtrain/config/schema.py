@@ -21,7 +21,7 @@ from jtrain.config.section import (
     held_out,
     one_or_many,
 )
-from jtrain.config.task_sections import DpoConfig, RewardConfig, RolesConfig, SftConfig
+from jtrain.config.task_sections import DistillConfig, DpoConfig, RewardConfig, RolesConfig, SftConfig
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-mixed", "64-true", "auto"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -375,7 +375,7 @@ class FaultsConfig(Section):
 
 
 class Config(Section):
-    task: Literal["pretrain", "sft", "dpo", "reward"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "reward", "distill"] = "pretrain"
     """What is trained."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
@@ -426,6 +426,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
     reward: RewardConfig = RewardConfig()
+    distill: DistillConfig = DistillConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -75,16 +75,29 @@ TASK_DEFAULTS: dict[str, tuple[TaskDefault, ...]] = {
         *FINE_TUNING,
         TaskDefault("data.packing", "none", "one pair a row, padded to the next bucket of lengths"),
     ),
+    "distill": (
+        TaskDefault("run_dir", "runs/distill", "named after the task"),
+        TaskDefault(
+            "optimizer.learning_rate", 1e-4, "adapters take a higher rate (TRL's advice)", when="model.lora.rank"
+        ),
+        TaskDefault("optimizer.learning_rate", 2e-5, "that of SFT, as in TRL's GKD"),
+        *FINE_TUNING,
+        TaskDefault("data.packing", "none", f"{_TRL}: one example a row, padded to the next bucket of lengths"),
+    ),
 }
 
 READ_BY: dict[str, tuple[str, ...]] = {
-    "sft": ("sft",),
+    "sft": ("sft", "distill"),
     "dpo": ("dpo",),
     "reward": ("reward",),
+    "distill": ("distill",),
+    "loss.label_smoothing": ("pretrain", "sft"),
+    "loss.z_loss": ("pretrain", "sft"),
     "roles.reference": ("dpo",),
-    "data.truncation": ("sft", "dpo"),
-    "data.chat_template": ("sft", "dpo", "reward"),
-    "data.buckets": ("sft", "dpo", "reward"),
+    "roles.teacher": ("distill",),
+    "data.truncation": ("sft", "dpo", "distill"),
+    "data.chat_template": ("sft", "dpo", "reward", "distill"),
+    "data.buckets": ("sft", "dpo", "reward", "distill"),
 }
 """Fields and sections that some tasks read, and these."""
 

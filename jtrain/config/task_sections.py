@@ -1,4 +1,4 @@
-"""The sections that one task reads each: sft, dpo, reward (names and defaults are TRL's); and the meshes of roles."""
+"""The sections of tasks: sft, dpo, reward, distill (names and defaults are TRL's); and the meshes of roles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jtrain.config.section import Positive, Ratio, Section, one_or_many
+from jtrain.config.section import NotNegative, Positive, Ratio, Section, one_or_many
 
 PreferenceLoss = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -76,6 +76,26 @@ class SftConfig(Section):
     """Noise on the embeddings while training: alpha / sqrt(length x width) (NEFTune, Jain et al. 2023); 0: none."""
 
 
+class DistillConfig(Section):
+    teacher: str | None = None
+    """Path of the teacher: what `model.path` takes. It has the student's tokenizer."""
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """Divergence of the student q from the teacher p. forward_kl: KL(p || q); reverse_kl: KL(q || p); jsd: the
+    generalised Jensen-Shannon divergence of `beta`."""
+    beta: Ratio = 0.5
+    """jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024). By convention
+    0 is forward_kl and 1 is reverse_kl."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Divides the logits of both before the softmax; the loss is not multiplied by its square."""
+    ce_weight: Ratio = 0.0
+    """Share a of the labels' cross-entropy: the loss is (1 - a) divergence + a cross-entropy."""
+    top_k: NotNegative = 0
+    """The teacher's likeliest tokens whose log-probabilities are kept at every place; 0: those of all tokens."""
+    tail: Literal["bucket", "renormalise"] = "bucket"
+    """top_k: what becomes of the other tokens. bucket: one outcome, for both models; renormalise: both distributions
+    are those of the k tokens alone."""
+
+
 class RoleConfig(Section):
     """A mesh for a model beside the policy; with every field blank the model lies on the policy's mesh."""
 
@@ -94,3 +114,4 @@ class RoleConfig(Section):
 
 class RolesConfig(Section):
     reference: RoleConfig = RoleConfig()
+    teacher: RoleConfig = RoleConfig()

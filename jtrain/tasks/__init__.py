@@ -13,6 +13,7 @@ TRAINERS = {
     "sft": "sft:SFTTrainer",
     "dpo": "dpo:DPOTrainer",
     "reward": "reward:RewardTrainer",
+    "distill": "distill:DistillTrainer",
 }
 """Task -> `module:class` of its trainer."""
 

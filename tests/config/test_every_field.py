@@ -11,7 +11,7 @@ import pytest
 import jtrain
 from jtrain.config import load_config, to_yaml
 from jtrain.config.names import choices, fields
-from jtrain.config.schema import DpoConfig, LoraConfig, RewardConfig
+from jtrain.config.schema import DistillConfig, DpoConfig, LoraConfig, RewardConfig
 from jtrain.config.task_sections import RoleConfig
 from jtrain.config.yaml_file import dump_yaml
 
@@ -86,6 +86,11 @@ CHANGED = {
     "sft.assistant_only_loss": True,
     "sft.neftune_noise_alpha": 5.0,
     "reward.center_rewards_coefficient": 0.01,
+    "distill.teacher": "/teacher",
+    "distill.beta": 0.3,
+    "distill.temperature": 2.0,
+    "distill.ce_weight": 0.25,
+    "distill.top_k": 64,
     "reward.disable_dropout": False,
     "dpo.loss_weights": (0.5,),
     "dpo.beta": 0.3,
@@ -163,10 +168,15 @@ CHANGED = {
     "logging.trackers": (),
     "faults.max_consecutive_skips": 3,
     "roles.reference.devices": 4,
+    "roles.teacher.devices": 4,
     "roles.reference.data": 4,
+    "roles.teacher.data": 4,
     "roles.reference.fsdp": 4,
+    "roles.teacher.fsdp": 4,
     "roles.reference.tensor": 4,
+    "roles.teacher.tensor": 4,
     "roles.reference.expert": 4,
+    "roles.teacher.expert": 4,
 }
 
 SFT, DPO = {"task": "sft"}, {"task": "dpo"}
@@ -176,6 +186,9 @@ TOGETHER = {
     "data.buckets": {**SFT, "data.packing": "none"},
     **{f"dpo.{name}": DPO for name in DpoConfig.model_fields},
     **{f"reward.{name}": {"task": "reward"} for name in RewardConfig.model_fields},
+    **{f"distill.{name}": {"task": "distill"} for name in DistillConfig.model_fields},
+    "distill.beta": {"task": "distill", "distill.loss": "jsd"},
+    "distill.tail": {"task": "distill", "distill.top_k": 64},
     "dpo.label_smoothing": {**DPO, "dpo.loss_type": "robust"},
     "dpo.f_alpha_divergence_coef": {**DPO, "dpo.f_divergence_type": "alpha_divergence"},
     "dpo.discopop_tau": {**DPO, "dpo.loss_type": "discopop"},
@@ -183,6 +196,7 @@ TOGETHER = {
     **{f"dpo.{name}": {**DPO, "dpo.loss_type": "kto"} for name in ("desirable_weight", "undesirable_weight")},
     "dpo.precompute_ref_batch_size": {**DPO, "dpo.precompute_ref_log_probs": True},
     **{f"roles.reference.{name}": DPO for name in RoleConfig.model_fields},
+    **{f"roles.teacher.{name}": {"task": "distill"} for name in RoleConfig.model_fields},
     "exo_pair": {"dpo.label_smoothing": 0.001},
     **{f"model.lora.{name}": {"model.lora.rank": 4} for name in LoraConfig.model_fields if name != "rank"},
     "model.lora.path": {"model.path": "/base"},
@@ -255,7 +269,11 @@ RESOLVED = {
     "global_batch_size": "resolve_batch",
     "per_device_batch_size": "resolve_batch",
     "gradient_accumulation_steps": "resolve_batch",
-    **{f"roles.reference.{name}": "mesh_of" for name in ("data", "fsdp", "tensor", "expert")},
+    **{
+        f"roles.{role}.{name}": "mesh_of"
+        for role in ("reference", "teacher")
+        for name in ("data", "fsdp", "tensor", "expert")
+    },
     "task": "tasks",  # one choice so far: any other is refused
 }
 """Fields that the program reads through a rule or as a whole section: the field -> the name that is asked for."""

@@ -111,6 +111,7 @@ def test_sources_take_a_text_a_list_or_paths_with_weights(file):
             "reward.center_rewards_coefficient",
             0.01,
         ),
+        ({"teacher_model_name_or_path": "/t", "task": "distill"}, "distill.teacher", "/t"),
         ({"loss_weights": ["0.5"], "task": "dpo"}, "dpo.loss_weights", (0.5,)),
         ({"beta": 0.3, "task": "dpo"}, "dpo.beta", 0.3),
         ({"ld_alpha": 0.5, "task": "dpo"}, "dpo.ld_alpha", 0.5),

@@ -280,6 +280,15 @@ SEEN = {
     "logging.trackers": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "logging.level": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
+    "distill.teacher": "tests/tasks/test_distill.py::test_the_first_step_has_trls_loss_and_norm_of_gradient",
+    **{
+        f"distill.{name}": "tests/tasks/test_distill.py::test_what_the_section_says_reaches_the_loss"
+        for name in ("loss", "beta", "temperature", "ce_weight", "top_k", "tail")
+    },
+    **{
+        f"roles.teacher.{name}": "tests/tasks/test_distill.py::test_the_teacher_lies_on_the_mesh_of_its_role"
+        for name in ("devices", "data", "fsdp", "tensor", "expert")
+    },
     **{
         f"roles.reference.{name}": "tests/tasks/test_roles.py::test_a_role_lies_where_its_section_says"
         for name in ("devices", "data", "fsdp", "tensor", "expert")

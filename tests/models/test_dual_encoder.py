@@ -102,7 +102,7 @@ def test_siglip_sees_what_comes_before_and_after():
     ("change", "message"),
     [
         ({"model_type": "blip"}, "model_type is 'blip'"),
-        ({"vision_config": {"patch_size": 5, "image_size": 12}}, "not divisible by vision.patch_size 5"),
+        ({"vision_config": {"patch_size": 13, "image_size": 12}}, "vision.patch_size 13 is over vision.image_size 12"),
         ({"text_config": {"hidden_act": "relu"}}, "hidden_act of text_config is 'relu'"),
         ({"text_config": {"hidden_size": "16"}}, "hidden_size of text_config is '16'"),
         ({"text_config": [1]}, "text_config is [1]"),
@@ -134,6 +134,15 @@ def test_pooling_is_the_mean_of_the_normalised_patches_without_the_class_token()
     x = np.asarray(features, np.float64)[:, 1:]
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + shape.layer_norm_eps)
     np.testing.assert_allclose(pooled, x.mean(1), atol=1e-5)
+
+
+def test_what_no_patch_covers_is_not_seen():
+    with nnx.use_eager_sharding(False):
+        model = VisionEncoder(VisionConfig(16, 32, 1, 2, 9, 4), nnx.Rngs(0))  # SigLIP so400m: 384 pixels, patches of 14
+    pixels = jax.random.normal(jax.random.key(1), (1, 9, 9, 3))
+    first, other = jit(lambda *images: [model.features(one) for one in images])(pixels, pixels.at[:, 8, 8].set(7.0))
+    assert first.shape == (1, 4, 16)
+    np.testing.assert_array_equal(first, other)
 
 
 def test_dropout_of_an_image_hangs_on_its_row_alone():

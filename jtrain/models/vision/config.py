@@ -26,7 +26,7 @@ class VisionConfig:
     """Shape and parts of a vision transformer (Dosovitskiy et al. 2021); transformers' names where they exist.
 
     Raises:
-      ConfigError: numbers that make no encoder (patches that do not divide the image, a size below 1).
+      ConfigError: numbers that make no encoder (patches that are larger than the image, a size below 1).
     """
 
     hidden_size: int
@@ -60,11 +60,10 @@ class VisionConfig:
         for name in ("image_size", "patch_size", "num_channels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"vision.{name} is {getattr(self, name)}", "Write a number of at least 1.")
-        if self.image_size % self.patch_size:
-            sizes = [n for n in range(1, self.image_size + 1) if self.image_size % n == 0]
+        if self.image_size < self.patch_size:
             raise ConfigError(
-                f"vision.image_size {self.image_size} is not divisible by vision.patch_size {self.patch_size}",
-                f"A patch of this image may be {', '.join(map(str, sizes))} pixels wide.",
+                f"vision.patch_size {self.patch_size} is over vision.image_size {self.image_size}",
+                f"Write a number up to {self.image_size}.",
             )
         for name, choices in (("hidden_act", HiddenAct), ("pooling", Pooling)):
             if getattr(self, name) not in get_args(choices):
@@ -79,8 +78,13 @@ class VisionConfig:
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
+        """Patches of an image; what is left at its right and lower edge is not seen."""
+        return self.side**2
+
+    @property
+    def side(self) -> int:
+        """Patches in a row, and rows of them."""
+        return self.image_size // self.patch_size
 
     @property
     def tokens(self) -> int:

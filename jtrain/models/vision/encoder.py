@@ -122,8 +122,8 @@ class VisionEncoder(nnx.Module):
                 f"images of shape {tuple(pixels.shape)}, and this encoder takes {wanted} of each",
                 "Give [rows, height, width, channels], transformed by the model's own preprocessor_config.json.",
             )
-        b, side = pixels.shape[0], config.image_size // size
-        x = pixels.astype(self.patch_embed.kernel[...].dtype)
+        b, side = pixels.shape[0], config.side
+        x = pixels[:, : side * size, : side * size].astype(self.patch_embed.kernel[...].dtype)
         x = x.reshape(b, side, size, side, size, config.num_channels).transpose(0, 1, 3, 2, 4, 5)
         x = constrain(self.patch_embed(x.reshape(b, side * side, -1)), "batch", "sequence", None)
         if config.class_token:

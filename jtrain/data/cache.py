@@ -160,7 +160,8 @@ def open_plan(
         if not plan.rows:
             raise DataError(
                 f"none of the {len(edges) - 1:,} examples has a token to learn",
-                f"Are the completions empty, or behind the first {max_length} tokens (max_length, data.truncation)?",
+                "Are the completions (or the assistant's turns) empty, missing, or behind the first "
+                f"{max_length} tokens (max_length, data.truncation)?",
             )
     if path is None:
         return plan

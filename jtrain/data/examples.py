@@ -181,7 +181,7 @@ def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mappin
     """
     for record in iterate_records(data, text_field, field=field):
         return record
-    raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+    raise DataError(f"{name} holds no record", "Check the path: its files are empty, or no line is a JSON object.")
 
 
 def iterate_records(data: Any, text_field: str, *, field: str) -> Iterator[Mapping[str, Any]]:

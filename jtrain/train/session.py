@@ -152,6 +152,20 @@ class Session:
             self._trackers.log(step, split, values)
         (self.console.train if split == "train" else self.console.evaluate)(step, values)
 
+    def sample(self, step: int, number: int, fields: dict[str, str]) -> None:
+        """Writes what a model answered to events.jsonl, to the trackers and to the console.
+
+        Args:
+          step: of the model.
+          number: of the prompt.
+          fields: prompt, completion and reference.
+        """
+        lines = [f"{name}: {text}" for name, text in fields.items()]
+        self.emit("sample", {"step": step, "number": number, **fields})
+        if self._trackers is not None:
+            self._trackers.log_text(step, f"samples/{number}", "\n\n".join(lines))
+        self.console.message("\n".join([f"--- sample {number}, step {step}", *lines, "---"]))
+
     def wait(self) -> None:
         """Waits until the last save is durable."""
         if self.checkpoints is not None:

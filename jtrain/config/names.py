@@ -182,6 +182,9 @@ ALIASES: dict[str, Alias] = {
                 "ref_model",
                 "precompute_ref_log_probs",
                 "precompute_ref_batch_size",
+                "sync_ref_model",
+                "ref_model_mixup_alpha",
+                "ref_model_sync_steps",
                 "disable_dropout",
             )
         ),

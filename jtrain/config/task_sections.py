@@ -56,6 +56,12 @@ class DpoConfig(Section):
     """One pass with the reference before training, and a table in its place: no second model in memory."""
     precompute_ref_batch_size: Positive | None = None
     """Rows of a batch of that pass; by default those of a micro-batch."""
+    sync_ref_model: bool = False
+    """Moves the reference towards the policy now and then (TR-DPO, Gorbatovski et al. 2024); full fine-tuning."""
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    """sync_ref_model: the new reference is alpha x policy + (1 - alpha) x reference; 1 replaces it."""
+    ref_model_sync_steps: Positive = 512
+    """sync_ref_model: updates between two such moves."""
     disable_dropout: bool = True
     """Trains without dropout, also that of adapters: else a policy that equals its reference differs from it."""
 

@@ -34,6 +34,8 @@ from jtrain.tasks.reference import (
     ReferenceFn,
     base_reference,
     compute_table,
+    copy_plan,
+    copy_role,
     has_copy,
     model_digest,
     read_table,
@@ -41,8 +43,10 @@ from jtrain.tasks.reference import (
     write_table,
 )
 from jtrain.tasks.roles import load_role
+from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import LossFn
+from jtrain.train.trainer import Trainer
 
 
 class DPOTrainer(LanguageTrainer):
@@ -61,7 +65,9 @@ class DPOTrainer(LanguageTrainer):
 
     def __init__(self, *args: Any, **keywords: Any):
         self._reference: ReferenceFn | None = None
+        self._restored: FrozenCopy | None = None
         self._sources: list[tuple[str, PairRows | SingleRows]] = []
+        keywords["callbacks"] = [_Synchronise(), *keywords.get("callbacks", ())]
         super().__init__(*args, **keywords)
         section = self.config.dpo
         self._preparation = Preparation(
@@ -70,14 +76,14 @@ class DPOTrainer(LanguageTrainer):
             self.program.batch_sharding,
             self._score_reference if added_names(self.preference) else None,
         )
-        if section.precompute_ref_log_probs:
-            self.train_rows, self.eval_rows = (
-                ReferencedRows(rows) if isinstance(rows, TrainRows | EvalRows) else rows
-                for rows in (self.train_rows, self.eval_rows)
-            )
         if self.preference.kinds[0] == "kto":
             self.train_rows = self._mismatched(self.train_rows, self.program.batch.total)
             self.eval_rows = self._mismatched(self.eval_rows, self._eval_size)
+        if section.precompute_ref_log_probs:
+            self.train_rows, self.eval_rows = (
+                ReferencedRows(rows) if isinstance(rows, TrainRows | EvalRows | MismatchedRows) else rows
+                for rows in (self.train_rows, self.eval_rows)
+            )
 
     # -- what is particular: config, data, loss, figures
 
@@ -149,6 +155,9 @@ class DPOTrainer(LanguageTrainer):
         if not added_names(self.preference):
             return "none"
         kind = section.ref_model or ("the model without its adapters" if self._is_base else "a frozen copy")
+        if section.sync_ref_model:
+            alpha, steps = section.ref_model_mixup_alpha, section.ref_model_sync_steps
+            kind = f"a copy that takes {alpha:g} of the policy every {steps:,} steps"
         return f"{kind}, precomputed" if section.precompute_ref_log_probs else kind
 
     @property
@@ -173,7 +182,8 @@ class DPOTrainer(LanguageTrainer):
         if self._is_base:
             return base_reference(program, scores)
         if not self.counters.batches:
-            return FrozenCopy.of(self.config, program, scores, self.state.params, self.state.variables)
+            params, variables = self.state.params, self.state.variables
+            return FrozenCopy.of(self.config, program, scores, params, variables, exact=section.sync_ref_model)
         if has_copy(self.config.run_dir):
             return FrozenCopy.load(self.config, program, scores, self.state.variables)
         raise ConfigError(
@@ -188,10 +198,40 @@ class DPOTrainer(LanguageTrainer):
             return
         if self.config.dpo.precompute_ref_log_probs:
             self._precompute(keep=not session.dry)
+        elif self.config.dpo.sync_ref_model:
+            self._reference = self._restored or self._make_reference()
+            self._restored = None
         elif not self._is_base and self.config.dpo.ref_model is None:
             self._reference = self._make_reference()
             if not self.counters.batches and not session.dry and isinstance(self._reference, FrozenCopy):
                 self._reference.save(self.config.run_dir)
+
+    # -- a reference that moves (TR-DPO): a part of the run's state
+
+    def beside(self) -> Any:
+        return None if (moving := self._moving()) is None else {"reference": moving.role.params}
+
+    def abstract_beside(self) -> Any:
+        if not self.config.dpo.sync_ref_model:
+            return None
+        return {"reference": copy_plan(self.config, self.program).abstract.params}
+
+    def take_beside(self, restored: Any) -> None:
+        role = copy_role(self.config, self.program, restored["reference"], self.state.variables)
+        self._restored = FrozenCopy(role, sequence_logps(self.preference))
+
+    def waits_for(self, step: int) -> bool:
+        section = self.config.dpo
+        return section.sync_ref_model and step % section.ref_model_sync_steps == 0
+
+    def synchronise(self) -> None:
+        """Moves the reference towards the policy as it is now."""
+        if (moving := self._moving()) is not None:
+            moving.mix(self.state.params, self.config.dpo.ref_model_mixup_alpha, self.plan)
+
+    def _moving(self) -> FrozenCopy | None:
+        moves = self.config.dpo.sync_ref_model and isinstance(self._reference, FrozenCopy)
+        return self._reference if moves else None  # type: ignore[return-value]
 
     def _precompute(self, *, keep: bool) -> None:
         """Fills the tables of the training and evaluation rows: from the run, from the cache, or by one pass."""
@@ -208,16 +248,16 @@ class DPOTrainer(LanguageTrainer):
                     f"{kept} is missing, damaged, or of other rows: the reference's log-probabilities of this run",
                     "Put it back, or start a new run.",
                 )
-            rows.table = self._table(rows, names)
+            rows.table = self._table(rows, names, split)
             if keep:
                 write_table(kept, rows.table)
         self._reference = None  # it has done its work
 
-    def _table(self, rows: ReferencedRows, names: tuple[str, ...]) -> Any:
+    def _table(self, rows: ReferencedRows, names: tuple[str, ...], split: str) -> Any:
         config, params, variables = self.config, self.state.params, self.state.variables
         reference = self._reference = self._reference or self._make_reference()
         weights = model_digest(getattr(reference, "params", params))
-        identity = (weights, self.decoder, rows.fingerprint, config.precision, self.preference.ld_alpha, split_of(rows))
+        identity = (weights, self.decoder, rows.fingerprint, config.precision, self.preference.ld_alpha, split)
         cache = table_path(config.data.cache_dir, *identity)
         table = read_table(cache, names, len(rows))
         if table is None:
@@ -235,16 +275,22 @@ class DPOTrainer(LanguageTrainer):
         return table
 
     def _mismatched(self, rows: Any, group: int) -> Any:
-        return MismatchedRows(rows, group) if isinstance(rows, TrainRows | EvalRows) else rows
+        # A table holds one number a row: its other completion must be the same in every epoch.
+        fixed = self.config.dpo.precompute_ref_log_probs
+        return MismatchedRows(rows, None if fixed else group) if isinstance(rows, TrainRows | EvalRows) else rows
 
     @property
     def _eval_size(self) -> int:
         return self.config.eval.batch_size or self.program.batch.rows
 
 
-def split_of(rows: ReferencedRows) -> str:
-    """Whether rows are a stream, or an evaluation's: both may have the same fingerprint."""
-    return type(rows.plain).__name__
+class _Synchronise(Callback):
+    """Moves the reference every `dpo.ref_model_sync_steps` updates, before anything else sees the step."""
+
+    def on_step_end(self, trainer: Trainer, step: int, values: dict[str, Any]) -> None:
+        assert isinstance(trainer, DPOTrainer)
+        if trainer.waits_for(step):
+            trainer.synchronise()
 
 
 def preference_of(config: Config) -> Preference:

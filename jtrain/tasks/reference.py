@@ -5,6 +5,7 @@ Wherever it comes from, its parameters are arguments of a program of its own tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from jtrain.checkpoint.parameters import load_parameters
 from jtrain.config.schema import Config
 from jtrain.data.cache import cache_folder
 from jtrain.data.loader import DataLoader
+from jtrain.data.pairs import MismatchedRows
 from jtrain.data.rows import Batch, EvalRows, TrainRows
 from jtrain.models.lora import projections
 from jtrain.parallel import processes
@@ -32,7 +34,7 @@ from jtrain.tasks.prepared import Added
 from jtrain.tasks.roles import RoleModel, role_mesh, role_rules
 from jtrain.train.program import Program
 from jtrain.train.state import StatePlan
-from jtrain.train.step import make_forward
+from jtrain.train.step import make_forward, to_device
 
 Scores = Callable[[nnx.Module, Any], Added]
 ReferenceFn = Callable[[Any, Any, Any], Added]
@@ -72,7 +74,9 @@ class FrozenCopy:
         return self._run(batch)
 
     @classmethod
-    def of(cls, config: Config, program: Program, scores: Scores, params: Any, variables: Any) -> FrozenCopy:
+    def of(
+        cls, config: Config, program: Program, scores: Scores, params: Any, variables: Any, *, exact: bool = False
+    ) -> FrozenCopy:
         """The copy of a policy.
 
         Args:
@@ -80,10 +84,26 @@ class FrozenCopy:
           program: of the run.
           scores: what is computed with it.
           params, variables: the policy's.
+          exact: whether it is kept in the type of the parameters, for `mix`.
         """
+        cast = (lambda tree: tree) if exact else program.plan.cast
         # A copy: the step takes the policy's own buffers.
-        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, program.plan.cast(tree)))(params)
+        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, cast(to_device(tree, program.plan.abstract.params))))(
+            params
+        )
         return cls(copy_role(config, program, copied, variables), scores)
+
+    def mix(self, params: Any, alpha: float, plan: StatePlan) -> None:
+        """Moves the copy towards the policy: alpha x policy + (1 - alpha) x copy (Gorbatovski et al. 2024, eq. 7).
+
+        Args:
+          params: the policy's.
+          alpha: share of the policy.
+          plan: the policy's.
+        """
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.role.params)
+        moved = jax.device_put(to_device(params, plan.abstract.params), places)
+        self.role.params = _mixed(self.role.params, moved, alpha)
 
     def save(self, run_dir: str) -> None:
         """Writes RUN/reference, which a resume needs."""
@@ -105,6 +125,15 @@ class FrozenCopy:
             places,
         )
         return cls(copy_role(config, program, load_parameters(folder_of(config.run_dir), abstract), variables), scores)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _mixed(reference: Any, policy: Any, alpha: float) -> Any:
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(old.dtype, jnp.float32)
+        return ((1.0 - alpha) * old.astype(wide) + alpha * new.astype(wide)).astype(old.dtype)
+
+    return jax.tree.map(one, reference, policy)
 
 
 def copy_plan(config: Config, program: Program) -> StatePlan:
@@ -177,24 +206,22 @@ class ReferencedRows:
     """Rows with the reference's log-probabilities, once these are known.
 
     Args:
-      rows: a stream, or an evaluation's.
+      rows: a stream, or an evaluation's; their order in `in_order` is that of the table.
 
     Attributes:
       table: name -> [rows], in the order of the sources; None: not known yet, rows are as they are.
     """
 
-    def __init__(self, rows: TrainRows | EvalRows):
-        self.plain = rows
-        self.sources, self.fingerprint = rows.sources, rows.fingerprint
-        self.buckets = rows.buckets
+    def __init__(self, rows: TrainRows | EvalRows | MismatchedRows):
+        self.plain, self.fingerprint = rows, rows.fingerprint
+        self.buckets = getattr(rows, "buckets", ())
         self.table: dict[str, np.ndarray] | None = None
-        self._offsets = np.cumsum([0, *(len(source) for source in rows.sources)])
 
     def __len__(self) -> int:
         return len(self.plain)
 
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        assert isinstance(self.plain, TrainRows)  # an evaluation's rows have no other order
+        assert not isinstance(self.plain, EvalRows)  # an evaluation's rows have no other order
         return self.plain.row_ids(indices)
 
     def batch_length(self, indices: np.ndarray) -> int | None:
@@ -204,22 +231,19 @@ class ReferencedRows:
         batch = self.plain.rows(indices)
         if self.table is None:
             return batch
-        place = np.asarray(indices, np.int64)
-        if isinstance(self.plain, TrainRows):
-            source, row = self.plain.row_ids(place)
-            place = self._offsets[source] + row
+        place = self.plain.places(indices)
         past = place >= len(self)
         for name, values in self.table.items():
             batch[name] = np.where(past, 0.0, values[np.where(past, 0, place)]).astype(values.dtype)
         return batch
 
-    def in_order(self) -> EvalRows:
+    def in_order(self) -> EvalRows | MismatchedRows:
         """All rows once, in the order of the table."""
-        return EvalRows(self.sources, buckets=self.buckets)
+        return self.plain.in_order()
 
 
 def compute_table(
-    rows: EvalRows, program: Program, reference: Callable[[Any], Added], size: int
+    rows: EvalRows | MismatchedRows, program: Program, reference: Callable[[Any], Added], size: int
 ) -> dict[str, np.ndarray]:
     """One pass over rows: the reference's log-probabilities, name -> [rows] on the host of every process.
 

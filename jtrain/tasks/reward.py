@@ -28,7 +28,7 @@ class RewardTrainer(LanguageTrainer):
     The reward of a text is the score at its last token that is not the padding token, as in transformers' sequence
     classifiers: `jtrain export` writes such a model. `model.path` may name a language model, whose head is then left
     out, or a reward model. The other arguments are `LanguageTrainer`'s; without a config the defaults are TRL's.
-    Metrics have TRL's names: accuracy, margin, mean_reward.
+    Metrics have TRL's names: accuracy, margin, {min,mean,max}_reward.
     """
 
     task = "reward"
@@ -98,10 +98,18 @@ def reward_loss(pad_id: int, center_rewards_coefficient: float = 0.0) -> LossFn:
         def over(x: jax.Array) -> Metric:
             return jnp.where(live, x, 0).astype(jnp.float32).sum(), count
 
+        # TRL's: the mean, over micro-batches, of the least and of the largest reward.
+        filled = live.any()
+        once = filled.astype(jnp.int32)
         metrics = {
             "accuracy": over(chosen > rejected),
             "margin": over(chosen - rejected),
             "mean_reward": over((chosen + rejected) / 2),
+            "min_reward": (jnp.where(filled, jnp.where(live, jnp.minimum(chosen, rejected), jnp.inf).min(), 0.0), once),
+            "max_reward": (
+                jnp.where(filled, jnp.where(live, jnp.maximum(chosen, rejected), -jnp.inf).max(), 0.0),
+                once,
+            ),
         }
         metrics = jax.tree.map(jax.lax.stop_gradient, metrics)
         if rng is not None and router is not None and isinstance(model, Decoder):

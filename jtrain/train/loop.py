@@ -61,7 +61,8 @@ class Loop:
                     session.checkpoints.poll()
                 preempted = self._preemption.requested(counters.batches + 1)
                 # The device is waited for only when something is due once the update in flight is done.
-                if preempted or trainer.requests or session.due(counters.step + 1):
+                due = session.due(counters.step + 1) or trainer.waits_for(counters.step + 1)
+                if preempted or trainer.requests or due:
                     self._retire(in_flight)
                     in_flight = None
                     self._boundary(preempted)

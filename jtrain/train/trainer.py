@@ -7,6 +7,7 @@ directory, restores or starts, and hands over to the loop in `jtrain/train/loop.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -226,6 +227,25 @@ class Trainer:
         """
         return batch
 
+    def beside(self) -> Any:
+        """Arrays that the task changes between steps and a resume needs (a tree), saved with the state; None: none are.
+
+        A task with some overrides the three: `beside`, `abstract_beside`, their shapes and places before a restore, and
+        `take_beside`, which gets what a restore has read.
+        """
+        return None
+
+    def abstract_beside(self) -> Any:
+        """Shapes and places of `beside`."""
+        return None
+
+    def take_beside(self, restored: Any) -> None:
+        """Gets `beside` of the checkpoint that the run goes on from."""
+
+    def waits_for(self, step: int) -> bool:
+        """Whether the next step is not begun before `on_step_end` of update `step` is through, which sees its state."""
+        return False
+
     def rows_of(self, data: Any) -> Rows:
         """Data for evaluation or prediction as rows, in order. A task that reads other forms of data overrides it."""
         return as_rows(data, seed=None)
@@ -288,7 +308,8 @@ class Trainer:
         if session is None or session.checkpoints is None or session.last_save_step == step:
             return
         meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
-        session.checkpoints.save(step, self.state, meta, metrics or None)
+        state = dataclasses.replace(self.state, beside=self.beside())
+        session.checkpoints.save(step, state, meta, metrics or None)
         session.saved(step)
         self.callbacks("on_save", self, step)
 
@@ -337,8 +358,11 @@ class Trainer:
         if resumes or source or self._trained:  # trained: a fit that broke off before its first save begins anew
             self._state = None  # one state in memory, not two
         if resumes:
-            state, meta = session.restore(self.plan.abstract, self._fingerprint)
-            self._state, anew = complete(state, self.plan)
+            abstract = dataclasses.replace(self.plan.abstract, beside=self.abstract_beside())
+            state, meta = session.restore(abstract, self._fingerprint)
+            self._state, anew = complete(dataclasses.replace(state, beside=None), self.plan)
+            if state.beside is not None:
+                self.take_beside(state.beside)
             if anew:
                 self.say(f"between slices, {' and '.join(anew)} begin anew: the checkpoint has none for this mesh")
             self.counters = Counters(**meta["counters"])

@@ -247,6 +247,10 @@ SEEN = {
     "dpo.ref_model": "tests/tasks/test_dpo.py::test_the_first_step_of_dpo_has_trls_loss_metrics_and_norm_of_gradient",
     "dpo.precompute_ref_log_probs": "tests/tasks/test_dpo.py::test_step_0_costs_ln_2_whatever_the_reference",
     "dpo.precompute_ref_batch_size": "tests/tasks/test_dpo.py::test_a_table_is_made_once_and_is_the_same_by_any_batch",
+    **{
+        f"dpo.{name}": "tests/tasks/test_references.py::test_a_reference_that_moves_takes_its_share_of_the_policy"
+        for name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    },
     "dpo.disable_dropout": "tests/tasks/test_dpo.py::test_training_is_without_dropout_unless_it_is_asked_for",
     "data.weights": "tests/data/test_build.py::test_weights_and_order_come_from_the_config",
     "data.cache_dir": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",

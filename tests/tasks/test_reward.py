@@ -62,7 +62,7 @@ def test_the_first_step_has_trls_loss_metrics_and_norm_of_gradient(place, golden
     line = first_line(settings(place, "reward", reward=options), rows)
     assert line["loss"] == pytest.approx(golden["loss"], rel=1e-5)
     assert line["grad_norm"] == pytest.approx(golden["grad_norm"], rel=1e-4)
-    for name in ("accuracy", "margin", "mean_reward"):
+    for name in ("accuracy", "margin", "mean_reward", "min_reward", "max_reward"):
         assert line[name] == pytest.approx(golden["metrics"][name], rel=1e-5, abs=1e-5), name
     assert line["tokens"] == golden["metrics"]["num_tokens"]
 

@@ -185,6 +185,7 @@ def make(kind: str) -> None:
         chat_template=TEMPLATE,
     )
     processor.save_pretrained(folder)
+    write_tokenizer(folder)  # its config names a class that transformers 4 has as well
 
     def loaded(messages: list[dict]) -> list[dict]:
         def part(found: dict) -> dict:

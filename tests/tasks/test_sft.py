@@ -174,15 +174,15 @@ def test_ids_and_masks_of_200_chats_are_those_of_transformers(tmp_path):
     import lzma
 
     from jtrain.data.chat import load_chat_template
-    from tests.peers.make_sft_goldens import CHAT, conversations, digest
+    from tests.peers.make_sft_goldens import CHAT, DATE, conversations, digest
 
     (tmp_path / "tokenizer.json").write_bytes(lzma.decompress((CHAT / "tokenizer.json.xz").read_bytes()))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
     tokenizer = load_tokenizer(str(tmp_path))
-    template = load_chat_template(tokenizer, str(CHAT / "chatml.jinja"))
     chats = conversations()
-    assert len(chats) == len(GOLDENS["chats"]) == 200
-    found = [digest(*template.encode(tokenizer, messages)) for messages in chats]
+    templates = {name: load_chat_template(tokenizer, str(CHAT / f"{name}.jinja")) for name, _ in chats}
+    assert (len(chats), len(GOLDENS["chats"]), len(templates)) == (200, 200, 5)
+    found = [digest(*templates[name].encode(tokenizer, messages, date_string=DATE)) for name, messages in chats]
     assert found == GOLDENS["chats"]
 
 

@@ -24,6 +24,7 @@ from jtrain.config.section import (
 from jtrain.config.task_sections import DistillConfig, DpoConfig, RewardConfig, RolesConfig, SftConfig
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-mixed", "64-true", "auto"]
+TextMetric = Literal["bleu", "chrf", "ter", "rouge", "exact_match"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
@@ -349,6 +350,15 @@ class EvalConfig(Section):
     """Ends the run after this many evaluations in a row without a better `checkpoint.best`; 0: never."""
     early_stopping_threshold: Annotated[float, Field(ge=0.0)] = 0.0
     """What counts as better."""
+    metrics: Annotated[tuple[TextMetric, ...], BeforeValidator(one_or_many)] = ()
+    """Scores of answers to held-out prompts, generated at every evaluation with temperature 0, against those of the
+    data (sft, distill): bleu, chrf, ter, rouge, exact_match. Needs the extra `eval`."""
+    metric_examples: Positive = 100
+    """Prompts that are answered for `metrics`: the first ones, as many of each source."""
+    max_new_tokens: Positive = 128
+    """Tokens of such an answer."""
+    num_samples: NotNegative = 0
+    """Answers that are shown at every evaluation, with prompt and reference: console, events.jsonl, trackers."""
     sample_prompts: Strings = ()
     """Texts that are continued and printed when the run ends."""
     sample_tokens: Positive = 64

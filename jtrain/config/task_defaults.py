@@ -95,6 +95,9 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "loss.z_loss": ("pretrain", "sft"),
     "roles.reference": ("dpo",),
     "roles.teacher": ("distill",),
+    **dict.fromkeys(
+        ("eval.metrics", "eval.metric_examples", "eval.max_new_tokens", "eval.num_samples"), ("sft", "distill")
+    ),
     "data.truncation": ("sft", "dpo", "distill"),
     "data.chat_template": ("sft", "dpo", "reward", "distill"),
     "data.buckets": ("sft", "dpo", "reward", "distill"),

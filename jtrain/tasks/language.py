@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -172,11 +173,9 @@ class LanguageTrainer(Trainer, ABC):
 
         The parameters are those of an evaluation: the moving average, where there is one and `eval.use_ema` says so.
         """
-        if self._generator is None:
-            self._generator = Generator(self.decoder, self.tokenizer, self.mesh, self.program.rules, self._forward)
         read = [read_prompt(self.tokenizer, prompt) for prompt in as_prompts(prompts)]
         batch_size = options.pop("batch_size", 0)
-        return self._generator(
+        return self.generator(
             self._evaluated_params(),
             self.state.variables,
             [ids for ids, _ in read],
@@ -193,10 +192,14 @@ class LanguageTrainer(Trainer, ABC):
         new = min(max_new_tokens, room - 1)
         return self.generate(ids[new - room :], max_new_tokens=new, temperature=temperature, seed=seed)[0].text
 
-    def _forward(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return self.program.forward(function)
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """The programs that continue prompts; parameters are their arguments."""
 
-    _generator: Generator | None = None
+        def forward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+            return self.program.forward(function)
+
+        return Generator(self.decoder, self.tokenizer, self.mesh, self.program.rules, forward)
 
 
 def text_metrics(sums: Sums) -> dict[str, float]:
@@ -243,6 +246,22 @@ def _is_path(data: Any) -> bool:
     if isinstance(data, str | Path) or data is None:
         return True
     return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
+
+
+def records_of(data: Any) -> list[Any] | None:
+    """Paths, or records in memory as the one source; None for rows of tokens."""
+    if data is not None and _is_path(data):
+        return [*_paths(data)]
+    return [data] if is_texts(data) else None
+
+
+def eval_sources(config: Config, train: Any, held_out: Any) -> list[Any]:
+    """What the evaluation rows are made of: a path, or records in memory, for each of their sources."""
+    if held_out is not None and not _is_path(held_out):
+        return records_of(held_out) or []
+    if isinstance(config.data.eval, float):
+        return records_of(train) or [*config.data.train]
+    return [*config.data.eval] if config.data.eval else []
 
 
 def _paths(data: Any) -> list[str]:

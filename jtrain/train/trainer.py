@@ -200,6 +200,7 @@ class Trainer:
             metrics = evaluator(self._evaluated_params(), self.state.variables)
         finally:
             evaluator.close()
+        metrics |= self.more_figures(data)
         if data is None:
             self.log("eval", metrics)
         return metrics
@@ -246,6 +247,10 @@ class Trainer:
         """Whether the next step is not begun before `on_step_end` of update `step` is through, which sees its state."""
         return False
 
+    def more_figures(self, data: Any) -> dict[str, float]:
+        """Figures of an evaluation that are no sums over batches; `data` is that of `evaluate`. A task overrides it."""
+        return {}
+
     def rows_of(self, data: Any) -> Rows:
         """Data for evaluation or prediction as rows, in order. A task that reads other forms of data overrides it."""
         return as_rows(data, seed=None)
@@ -285,6 +290,11 @@ class Trainer:
         """Prints on the console of process 0."""
         if self._session is not None:
             self._session.console.message(text)
+
+    def sampled(self, number: int, sample: dict[str, str]) -> None:
+        """Writes what the model answered to prompt `number`: prompt, completion and reference."""
+        if self._session is not None:
+            self._session.sample(self.counters.step, number, sample)
 
     def train_loader(self) -> DataLoader:
         """The batches of the training rows, on the mesh."""

@@ -164,6 +164,10 @@ CHANGED = {
     "eval.use_ema": False,
     "eval.early_stopping_patience": 2,
     "eval.early_stopping_threshold": 0.1,
+    "eval.metrics": ("bleu", "rouge"),
+    "eval.metric_examples": 10,
+    "eval.max_new_tokens": 16,
+    "eval.num_samples": 2,
     "eval.sample_prompts": ("Once",),
     "eval.sample_tokens": 8,
     "eval.sample_temperature": 0.0,
@@ -186,6 +190,7 @@ SFT, DPO = {"task": "sft"}, {"task": "dpo"}
 TOGETHER = {
     **dict.fromkeys(("data.packing", "data.truncation", "data.chat_template"), SFT),
     **dict.fromkeys(("sft.completion_only_loss", "sft.assistant_only_loss", "sft.neftune_noise_alpha"), SFT),
+    **dict.fromkeys(("eval.metrics", "eval.metric_examples", "eval.max_new_tokens", "eval.num_samples"), SFT),
     "data.buckets": {**SFT, "data.packing": "none"},
     **{f"dpo.{name}": DPO for name in DpoConfig.model_fields},
     **{f"reward.{name}": {"task": "reward"} for name in RewardConfig.model_fields},

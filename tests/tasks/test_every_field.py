@@ -278,6 +278,10 @@ SEEN = {
     "test_early_stopping_counts_over_a_resume_and_a_stopped_run_stays_stopped",
     "eval.early_stopping_threshold": "tests/train/test_callbacks.py::"
     "test_early_stopping_waits_for_evaluations_in_a_row_without_a_better_one",
+    **{
+        f"eval.{name}": "tests/tasks/test_held_out_answers.py::test_they_are_those_of_the_models_own_answers"
+        for name in ("metrics", "metric_examples", "max_new_tokens", "num_samples")
+    },
     "eval.sample_prompts": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
     "eval.sample_tokens": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
     "eval.sample_temperature": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",

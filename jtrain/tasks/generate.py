@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jtrain.data.tokenizers import Tokenizer
@@ -238,7 +239,7 @@ class Generator:
         )
         counted, lengths = 0, np.zeros(len(prompts), int)
         while True:
-            new, ended = np.asarray(state.ids), np.array(state.ended)
+            new, ended = _on_host(state.ids), np.array(_on_host(state.ended))
             for row, text in enumerate(texts):
                 live = new[row, counted:upto]
                 for token in live[live >= 0]:
@@ -258,7 +259,7 @@ class Generator:
             state = self._resume(shape, top_k)(
                 params, variables, state._replace(ended=ended), request._replace(limit=np.int32(upto)), self._views
             )
-        logprobs = np.asarray(state.logprobs)
+        logprobs = _on_host(state.logprobs)
         return [
             Generation(
                 text.text,
@@ -304,6 +305,13 @@ class Generator:
                 program = jax.jit(program, donate_argnums=donated, compiler_options=self._options or None)
             self._programs[key] = program
         return self._programs[key]
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole of an array, in every process."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 _generators: weakref.WeakKeyDictionary[LoadedModel, Generator] = weakref.WeakKeyDictionary()

@@ -80,9 +80,8 @@ def preference_encoder(
     def encode(record: Mapping[str, Any]) -> list[Example]:
         found = form_of(record)
         if found != form:
-            raise DataError(
-                f"its fields are {columns(record)}, and the records before it hold {form}", f"Give {FORMS}."
-            )
+            given = columns({name: value for name, value in record.items() if value is not None})
+            raise DataError(f"its fields are {given}, and the records before it hold {form}", f"Give {FORMS}.")
         if found == SINGLES:
             both = encoder.completed(record["prompt"], record["completion"], **beside(record))
             return [_example(both.ids, both.start, float(_label(record["label"])))]

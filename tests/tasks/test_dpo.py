@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jtrain import Callback
+from jtrain.cli.main import main
+from jtrain.config import to_yaml
 from jtrain.config.load import load_config
 from jtrain.errors import ConfigError, DataError
 from jtrain.tasks.dpo import DPOTrainer, preference_of
@@ -165,6 +168,25 @@ def test_a_reference_of_another_vocabulary_is_refused(place):
     (place / "third/config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     with pytest.raises(DataError, match="vocabulary of 100, the policy one of 96"):
         first_line(settings(place, "dpo", dpo={"ref_model": str(place / "third")}), PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}, "line 3.*its chosen and its rejected half are equal"),
+        (PAIRS[0] | {"chosen": ""}, "line 3.*its chosen completion is empty"),
+        (PAIRS[0] | {"chosen": None}, "line 3.*its fields are prompt, rejected"),
+        ({"question": "a", "answer": "b"}, "line 3.*its fields are question, answer"),
+    ],
+    ids=["equal", "empty", "null", "columns"],
+)
+def test_a_record_that_can_not_be_used_ends_the_verb_with_65_and_its_line(place, capsys, record, message):
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS[:2], record]))
+    config = settings(place, "dpo")
+    config["data"] = config["data"] | {"train": [str(place / "pairs.jsonl")]}
+    (place / "run.yaml").write_text(to_yaml(load_config(config, env={})))
+    assert main(["dpo", str(place / "run.yaml")]) == 65
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_columns_that_fit_no_form_are_named(place):

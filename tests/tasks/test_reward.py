@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import jtrain
 from jtrain.errors import ConfigError, DataError
 from jtrain.train.optimizers import parameter_paths
+from tests.parity.runs import bits
 
 from .preferences import RUNS, first_line, settings, trained, word_model
 
@@ -110,6 +111,7 @@ def test_the_score_is_trained_beside_adapters_and_a_resumed_run_ends_with_the_sa
     shutil.rmtree(place / "run/checkpoints/3")
     resumed = trained(config, PAIRS)
     assert resumed.history.train[0]["loss"] == whole.history.train[2]["loss"]
+    assert bits(resumed.state) == bits(whole.state)
 
 
 def _trained_paths(trainer):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jtrain.checkpoint import arrays
 from jtrain.checkpoint.hf import placement
@@ -27,10 +28,11 @@ from jtrain.models.families.vision_tower import CLIP, SIGLIP, read_tower, tower_
 from jtrain.models.multimodal_config import ImageConfig, SelectStrategy
 from jtrain.models.vision.config import VisionConfig
 from jtrain.tasks.companion_files import config_json
-from jtrain.tasks.image_models import TOWER
+from jtrain.tasks.image_models import PROJECTOR, TOWER
 from jtrain.tasks.importing import Imported, save
-from jtrain.tasks.loaded import LoadedModel, drawn
+from jtrain.tasks.loaded import LoadedModel, decoder_model, plan_of
 from jtrain.tasks.loading import load_model
+from jtrain.train.state import init_state
 
 FEATURE_LAYER = -2
 """LLaVA 1.5's: the last layer of CLIP has lost what only the contrastive loss does not need."""
@@ -88,8 +90,12 @@ def import_with_vision(
     strategy: SelectStrategy = "default" if tower.class_token else "full"
     layer = max(FEATURE_LAYER, -tower.num_hidden_layers - 1)
     images = ImageConfig(tower, token, vision_feature_layer=layer, vision_feature_select_strategy=strategy)
-    whole = drawn(text.decoder.replace(images=images, vocab_size=rows), dtype=dtype, mesh=text.mesh, seed=seed)
-    params, wanted = arrays.flatten(whole.params), arrays.flatten(whole.plan.abstract.params)
+    decoder = text.decoder.replace(images=images, vocab_size=rows)
+    split = decoder_model(decoder)
+    plan = plan_of(split, text.mesh, text.rules, text.precision)
+    wanted = arrays.flatten(plan.abstract.params)
+    new = arrays.unflatten(plan.abstract.params, {path: path.startswith(PROJECTOR) for path in wanted})
+    params = arrays.flatten(init_state(split, optax.identity(), plan, seed=seed, drawn=new).params)
     for path, leaf in arrays.flatten(text.params).items():
         params[path] = _grown(leaf, wanted[path])
     tensors = tower_tensors(tower, _PREFIX, TOWER)
@@ -99,12 +105,12 @@ def import_with_vision(
     files = {name: data for name, data in text.source.files.items() if name not in (FILE, PROCESSOR)}
     files |= vocabulary | _processor(folder, images, image_token)
     companions = Companions({}, files)
-    companions = dataclasses.replace(companions, config=config_json(whole.decoder, companions, text.tokenizer))
+    companions = dataclasses.replace(companions, config=config_json(decoder, companions, text.tokenizer))
     made = dataclasses.replace(
-        whole,
-        params=arrays.unflatten(whole.plan.abstract.params, params),
-        variables=text.variables,
-        tokenizer=text.tokenizer,
+        text,
+        decoder=decoder,
+        model=split,
+        params=arrays.unflatten(plan.abstract.params, params),
         source=companions,
     )
     state = {"params": made.params, "variables": made.variables}

@@ -125,25 +125,28 @@ def run(args: list[str]) -> int:
 
 def _on_data(model: Any, given: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
     """The figures of `--data`."""
-    from jtrain.tasks.evaluate import evaluate, evaluate_answers
+    from jtrain.tasks.evaluate import answer, evaluate, open_answers
 
     names = ("max-length", "stride", "packing", "truncation", "text-field", "assistant-only-loss", "chat-template")
-    options = _options(given, names)
-    options |= {"batch_size": given.get("batch-size", 8), "append_eos": "no-eos" not in given, "report": _report}
+    options = _options(given, names) | {"append_eos": "no-eos" not in given}
     if "all-tokens" in given:
         options["completion_only_loss"] = False
-    found: dict[str, Any] = evaluate(model, given["data"], **options)
-    if not metrics:
+    running: dict[str, Any] = {"batch_size": given.get("batch-size", 8), "report": _report}
+    evaluation = None
+    if metrics:  # what is wrong with its data is said before anything is computed
+        evaluation = open_answers(
+            model,
+            given["data"],
+            metrics,
+            examples=given.get("limit"),
+            max_new_tokens=given.get("max-new-tokens", 128),
+            samples=given.get("limit", sys.maxsize) if "predictions" in given else 0,
+            **options,
+        )
+    found: dict[str, Any] = evaluate(model, given["data"], **options, **running)
+    if evaluation is None:
         return found
-    result = evaluate_answers(
-        model,
-        given["data"],
-        metrics,
-        examples=given.get("limit"),
-        max_new_tokens=given.get("max-new-tokens", 128),
-        samples=given.get("limit", sys.maxsize) if "predictions" in given else 0,
-        **options,
-    )
+    result = answer(model, evaluation, **running)
     if "predictions" in given:
         _write(given["predictions"], result.samples)
     return found | result.metrics | {"signatures": result.signatures}

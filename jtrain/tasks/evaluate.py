@@ -165,18 +165,37 @@ def evaluate_answers(
     data: Any,
     metrics: Sequence[str],
     *,
-    examples: int | None = None,
-    max_new_tokens: int = 128,
-    samples: int = 0,
-    compute: ComputeTextMetrics | None = None,
     batch_size: int = 8,
     report: Report | None = None,
-    **reading: Any,
+    **options: Any,
 ) -> TextResult:
     """Answers the prompts of data with the likeliest tokens, and scores the answers against those of the data.
 
     Args:
-      model, data, batch_size, report, **reading: see `evaluate`.
+      model, data, batch_size, report: see `evaluate`.
+      metrics: names of `text_scores.METRICS`.
+      **options: see `open_answers`.
+
+    Raises: see `open_answers`.
+    """
+    return answer(model, open_answers(model, data, metrics, **options), batch_size=batch_size, report=report)
+
+
+def open_answers(
+    model: LoadedModel,
+    data: Any,
+    metrics: Sequence[str],
+    *,
+    examples: int | None = None,
+    max_new_tokens: int = 128,
+    samples: int = 0,
+    compute: ComputeTextMetrics | None = None,
+    **reading: Any,
+) -> TextEvaluation:
+    """Reads the prompts of data and the answers that are expected; nothing is generated.
+
+    Args:
+      model, data, **reading: see `evaluate`.
       metrics: names of `text_scores.METRICS`.
       examples: no more prompts than these, the first ones; None: all.
       max_new_tokens: of an answer.
@@ -194,7 +213,7 @@ def evaluate_answers(
     questions = itertools.chain.from_iterable(
         read_questions(config, tokenizer, source, field="--data", name=_name(source)) for source in _sources(data)
     )
-    evaluation = TextEvaluation(
+    return TextEvaluation(
         questions,
         tokenizer,
         limit,
@@ -204,8 +223,14 @@ def evaluate_answers(
         max_new_tokens=max_new_tokens,
         samples=samples,
     )
+
+
+def answer(
+    model: LoadedModel, evaluation: TextEvaluation, *, batch_size: int = 8, report: Report | None = None
+) -> TextResult:
+    """What a model answers to the prompts of an evaluation, scored; the arguments are those of `evaluate_answers`."""
     if report is not None:
-        report(f"{len(evaluation):,} prompts, at most {max_new_tokens} new tokens, temperature 0")
+        report(f"{len(evaluation):,} prompts, at most {evaluation.max_new_tokens} new tokens, temperature 0")
     result = evaluation(functools.partial(generate, model), batch_size)
     if report is not None:
         for name, signature in result.signatures.items():

@@ -14,6 +14,7 @@ from jtrain.errors import ConfigError, DataError
 from jtrain.observe.metrics import read_events, read_metrics
 from jtrain.tasks.text_scores import score_texts
 from tests.parity.grid import FAST_TO_COMPILE
+from tests.parity.launch import start_several, wait_all
 from tests.parity.runs import Ledger, bits
 from tests.peers.make_eval_goldens import write_folder
 
@@ -28,8 +29,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trainer_of(folder, run_dir, *, held_out=HELD_OUT, callbacks=(), compute=None, **changes):
-    config = {
+def settings(run_dir, **changes):
+    return {
         "run_dir": str(run_dir),
         "max_length": 24,
         "max_steps": 2,
@@ -41,14 +42,17 @@ def trainer_of(folder, run_dir, *, held_out=HELD_OUT, callbacks=(), compute=None
         "xla_options": FAST_TO_COMPILE,
         "learning_rate": 1e-2,
         "data.cache_dir": str(run_dir.parent / "cache"),
-        "logging.trackers": (),
+        "logging.trackers": [],
         "logging.log_every_n_steps": 1,
         "checkpoint.save_steps": 1,
         "eval.eval_steps": 1,
         "eval.max_new_tokens": 4,
     } | changes
+
+
+def trainer_of(folder, run_dir, *, held_out=HELD_OUT, callbacks=(), compute=None, **changes):
     return SFTTrainer(
-        config,
+        settings(run_dir, **changes),
         model=str(folder),
         train_dataset=DATA["messages"],
         eval_dataset=held_out,
@@ -111,6 +115,19 @@ def test_a_mesh_gives_the_same_answers(mesh, run, folder, tmp_path):
     for found, expected in zip(meshed.history.eval, run.history.eval, strict=True):
         assert found["eval_chrf"] == pytest.approx(expected["eval_chrf"])
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-5)
+
+
+@pytest.mark.grid
+def test_two_processes_give_the_same_answers(run, folder, tmp_path):
+    files = {"train": DATA["messages"], "eval": HELD_OUT}
+    for name, records in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = settings(tmp_path / "run", task="sft", devices=2, **ASKED) | {"model.path": str(folder)}
+    config |= {f"data.{name}": [str(tmp_path / f"{name}.jsonl")] for name in files}
+    running = start_several(config, "process", [("none", 0)] * 2)
+    assert wait_all(running) == [0, 0], "".join(one.err for one in running)
+    for found, expected in zip(read_metrics(config["run_dir"], "eval"), run.history.eval, strict=True):
+        assert found["eval_chrf"] == pytest.approx(expected["eval_chrf"])
 
 
 def test_other_data_is_answered_as_well(run):

@@ -1,0 +1,105 @@
+"""`jtrain eval`: what is printed where, and what is wrong with a call."""
+
+import json
+import sys
+
+import pytest
+
+from jtrain.cli.main import main
+from tests.peers.make_eval_goldens import write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_folder(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JTRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"w{n}", "completion": f" w{n}"}) + "\n" for n in range(3)))
+    return str(file)
+
+
+def test_json_is_one_object_and_everything_else_goes_to_standard_error(folder, data, tmp_path, capsys):
+    answers = tmp_path / "answers.jsonl"
+    args = ["--metrics", "exact_match,chrf", "--max-new-tokens", "2", "--limit", "2", "--predictions", str(answers)]
+    assert main(["eval", folder, "--data", data, "--json", *args]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert {"eval_loss", "perplexity", "eval_exact_match", "eval_chrf"} <= set(found)
+    assert found["target_tokens"] == 6 and set(found["signatures"]) == {"exact_match", "chrf"}
+    assert "3 examples (prompt and completion; completions are scored)" in said.err and "2 prompts" in said.err
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [(row["prompt"], row["reference"]) for row in rows] == [("w0", " w0"), ("w1", " w1")]
+
+
+def test_figures_are_printed_a_line_each(folder, data, capsys):
+    assert main(["eval", folder, "--data", data, "--all-tokens", "--no-eos"]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert lines["target_tokens"] == "3" and float(lines["eval_loss"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    (
+        ([], "write --data FILE, or --tasks"),
+        (["--data"], "--data has no value"),
+        (["--data", "a", "--metrics", "blue"], "Did you mean bleu?"),
+        (["--data", "a", "--metrics", ","], "--metrics is empty"),
+        (["--metrics", "bleu", "--tasks", "x"], "--metrics without --data"),
+        (["--data", "a", "--limit", "3"], "--limit without --metrics"),
+        (["--data", "a", "--num-fewshot", "3"], "--num-fewshot without --tasks"),
+        (["--data", "a", "--max-length", "-1"], "positive number"),
+        (["--data", "a", "--packing", "concat"], "best_fit or none"),
+        (["--data", "a", "--strid", "4"], "Did you mean --stride?"),
+        (["--data", "a", "--dtype", "float8"], "dtype='float8'"),
+        (["--data", "a", "--mesh", "fsdp=64"], "needs 64 devices"),
+        (["--data", "pairs.jsonl", "--max-length", "999"], "the model takes rows of 128 tokens"),
+        (["--data", "pairs.jsonl", "--stride", "4"], "holds no texts"),
+        (["--tasks", "x", "--chat-template", "y"], "without --apply-chat-template"),
+    ),
+)
+def test_a_wrong_call_is_answered_with_64(args, message, folder, data, capsys):
+    args = [data if word == "pairs.jsonl" else word for word in args]
+    assert main(["eval", folder, *args]) == 64
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err and not said.out
+
+
+@pytest.mark.parametrize(
+    ("content", "args", "message"),
+    (
+        (None, [], "no/such.jsonl"),
+        ("", [], "holds no record"),
+        ('{"question": "a"}\n', [], "the fields question"),
+        ("not json\n", [], "no line is a JSON object"),
+        ('{"text": "w1 w2"}\n', ["--metrics", "exact_match"], "its records hold texts"),
+        ('{"text": "w1"}\n', ["--no-eos"], "nothing to predict"),
+        ('{"messages": [{"role": "user", "content": "w1"}]}\n', ["--chat-template", "no.jinja"], "no.jinja"),
+    ),
+)
+def test_wrong_data_is_answered_with_65(content, args, message, folder, tmp_path, capsys):
+    file = tmp_path / "data.jsonl"
+    if content is not None:
+        file.write_text(content)
+    assert main(["eval", folder, "--data", "no/such.jsonl" if content is None else str(file), *args]) == 65
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err and not said.out
+
+
+def test_a_model_and_packages_that_are_not_there_are_answered_with_64(data, monkeypatch, capsys):
+    assert main(["eval", "no/such/model", "--data", data]) == 64
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    assert main(["eval", "no/such/model", "--tasks", "hellaswag"]) == 64
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    assert main(["eval", "no/such/model", "--data", data, "--metrics", "rouge"]) == 64
+    said = capsys.readouterr().err
+    assert "no/such/model" in said and said.count("pip install 'jtrain[eval]'") == 2

@@ -189,6 +189,9 @@ ALIASES: dict[str, Alias] = {
             )
         ),
         Alias("teacher_model_name_or_path", "distill.teacher", _TRL),
+        Alias("lmbda", "distill.on_policy_fraction", _TRL),
+        Alias("seq_kd", "distill.seq_kd", _TRL),
+        Alias("max_completion_length", "distill.max_completion_length", _TRL),
         Alias("lr", "optimizer.learning_rate", _SHORT),
         Alias("preset", "model.preset", _SHORT),
     )

@@ -100,6 +100,18 @@ class DistillConfig(Section):
     tail: Literal["bucket", "renormalise"] = "bucket"
     """top_k: what becomes of the other tokens. bucket: one outcome, for both models; renormalise: both distributions
     are those of the k tokens alone."""
+    precompute_teacher: bool = False
+    """One pass of the teacher over the rows before training, kept in the cache folder: no teacher in memory."""
+    precompute_dtype: Literal["float32", "float16"] = "float32"
+    """Type in which that pass keeps log-probabilities."""
+    on_policy_fraction: Ratio = 0.0
+    """Share of the steps that train on the student's own completions of the rows' prompts (GKD's lambda)."""
+    seq_kd: bool = False
+    """The other steps train on the teacher's completions in place of the data's (Kim and Rush 2016)."""
+    max_completion_length: Positive = 128
+    """Tokens of a completion that is drawn, at most."""
+    sampling_temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Temperature at which completions are drawn; 0: the likeliest token."""
 
 
 class RoleConfig(Section):

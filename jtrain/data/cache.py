@@ -106,7 +106,7 @@ def open_store(
     check_special_tokens(tokenizer, options.recipe)
     files = [(path, kind_of(path)) for path in find_files(pattern, field=field)]
     root = cache_folder(options.folder)
-    with _storage(root):
+    with storage(root):
         (root / "tokens").mkdir(parents=True, exist_ok=True)
         (root / "files").mkdir(parents=True, exist_ok=True)
     digests = [_file_digest(path, root / "files") for path, _ in files]
@@ -115,7 +115,7 @@ def open_store(
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     path = root / "tokens" / key
     if not _is_whole(path):
-        with _locked(root / "tokens" / f"{key}.lock"):
+        with locked(root / "tokens" / f"{key}.lock"):
             if not _is_whole(path):
                 _build(path, files, tokenizer, options, progress)
     meta = json.loads((path / "meta.json").read_text())
@@ -165,12 +165,12 @@ def open_plan(
             )
     if path is None:
         return plan
-    made = _temporary(path)
-    with _storage(made):
+    made = temporary(path)
+    with storage(made):
         made.mkdir()
         for part in _PLAN_PARTS:
             np.save(made / f"{part}.npy", getattr(plan, part), allow_pickle=False)
-    _publish(made, path, lambda: _load_plan(path, max_length) is not None)
+    publish(made, path, lambda: _load_plan(path, max_length) is not None)
     return plan
 
 
@@ -189,10 +189,10 @@ def _build(
     path: Path, files: Sequence[tuple[str, str]], tokenizer: Tokenizer, options: CacheOptions, progress: Progress | None
 ) -> None:
     """Tokenises into a temporary folder and renames it to `path`."""
-    made = _temporary(path)
+    made = temporary(path)
     for stale in made.parent.glob(f"{path.name}.tmp-{socket.gethostname()}-*"):
         shutil.rmtree(stale, ignore_errors=True)  # we hold the lock: whoever made it is dead
-    with _storage(made):
+    with storage(made):
         made.mkdir()
     try:
         skip = options.on_bad_record == "skip"
@@ -203,9 +203,9 @@ def _build(
         jobs = [(chunk, str(made / f"{number:06d}")) for number, chunk in enumerate(chunks)]
         with contextlib.closing(_run(jobs, recipe, tokenizer, options)) as results:
             meta = _collect(made, jobs, results, tokenizer, options, progress)
-        with _storage(made):
+        with storage(made):
             (made / "meta.json").write_text(json.dumps(meta, indent=1))
-        _publish(made, path, lambda: _is_whole(path))
+        publish(made, path, lambda: _is_whole(path))
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -236,7 +236,7 @@ def _collect(
     total, done = sum(chunk.size for chunk, _ in jobs), 0
     file, records, unfinished = "", 0, False
     kinds = options.recipe.parts if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
-    with _storage(made), contextlib.ExitStack() as stack:
+    with storage(made), contextlib.ExitStack() as stack:
         joined = {kind: stack.enter_context(open(made / f"{kind}.bin", "wb")) for kind in kinds}
         for (chunk, out), result in zip(jobs, results, strict=True):
             if chunk.path != file:
@@ -336,20 +336,21 @@ def _file_digest(path: str, memo_folder: Path) -> str:
             return known["digest"]
     settled = is_url(path) or time.time() - int(stamp) / 1e9 > _SETTLED_SECONDS
     digest = content_digest(path)
-    made = _temporary(memo)
-    with _storage(memo):
+    made = temporary(memo)
+    with storage(memo):
         made.write_text(json.dumps({"size": size, "stamp": stamp, "digest": digest, "settled": settled}))
         made.replace(memo)
     return digest
 
 
-def _temporary(path: Path) -> Path:
+def temporary(path: Path) -> Path:
+    """A name beside `path` for what is not whole yet; nobody else's."""
     return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
 
 
-def _publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
+def publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
     """Renames a finished folder into place. A broken one there makes way; a whole one of another host stays."""
-    with _storage(path):
+    with storage(path):
         for part in made.iterdir():
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
@@ -361,28 +362,38 @@ def _publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
             if whole():
                 shutil.rmtree(made)
                 return
-            broken = _temporary(path)
+            broken = temporary(path)
             path.rename(broken)
             made.rename(path)
             shutil.rmtree(broken, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with the process, so that a dead builder never blocks the next."""
-    with _storage(path), open(path, "a") as file:
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds a lock that ends with the process, so that a dead builder never blocks the next.
+
+    Args:
+      path: its file.
+      wait: False: goes on without the lock where another process holds it; what is given then is False.
+    """
+    with storage(path), open(path, "a") as file:
+        held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("another process is tokenising the same data; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            held = False
+            if wait:
+                log.info("another process is making the same cache; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+                held = True
         except OSError:  # a file system without locks: work may be done twice, which is safe
             log.debug("%s can't be locked", path)
-        yield
+        yield held
 
 
 @contextlib.contextmanager
-def _storage(path: Path) -> Iterator[None]:
+def storage(path: Path) -> Iterator[None]:
+    """What can't be written is a StorageError that names the folder."""
     try:
         yield
     except OSError as error:

@@ -61,6 +61,7 @@ class DataLoader:
         self._rows = rows
         self._batch_length = None if whole else getattr(rows, "batch_length", None)
         self._image_slots = getattr(rows, "image_slots", None)
+        self._per_token = set(getattr(rows, "per_token", ()))
         self._size = global_batch_size
         self._sharding = sharding
         self._stop = stop
@@ -106,7 +107,8 @@ class DataLoader:
         if self._batch_length is not None:
             length = self._batch_length(step * self._size + np.arange(self._size))
             if length is not None:
-                host = {name: values[:, :length] if values.ndim == 2 else values for name, values in host.items()}
+                cut = {name for name, values in host.items() if values.ndim == 2} | self._per_token
+                host = {name: values[:, :length] if name in cut else values for name, values in host.items()}
         if "pixel_values" in host and self._image_slots is not None:
             images = host["pixel_values"]
             more = self._image_slots(step * self._size + np.arange(self._size)) - images.shape[1]

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jtrain.checkpoint import layout
 from jtrain.config.schema import Config
-from jtrain.errors import ConfigError
+from jtrain.data.rows import EvalRows, TrainRows
+from jtrain.errors import CheckpointError, ConfigError
 from jtrain.ops.logical import activation_spec
+from jtrain.parallel import processes
+from jtrain.tasks.completions import NumberedRows, completed, drawing_seed, is_on_policy, shortened
 from jtrain.tasks.distill_loss import distill_loss, distillation_of, known_names, teacher_numbers
+from jtrain.tasks.generate import Generator
+from jtrain.tasks.generation_request import GenerateOptions
 from jtrain.tasks.language import text_metrics
-from jtrain.tasks.roles import RoleModel, load_role
+from jtrain.tasks.opened import Opened, open_model
+from jtrain.tasks.reference import model_digest
+from jtrain.tasks.roles import RoleModel, load_role, row_multiple
 from jtrain.tasks.sft import SFTTrainer
+from jtrain.tasks.source import ModelSource
+from jtrain.tasks.teacher_table import TeacherRows, TeacherTable, make_table, open_table, table_folder, table_name
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import LossFn
 
-_READ = ("input_ids", "position_ids", "segment_ids", "labels")
+_READ = ("input_ids", "position_ids", "segment_ids", "labels", "pixel_values")
 """What the teacher reads of a batch."""
 
 
@@ -26,11 +39,13 @@ class DistillTrainer(SFTTrainer):
     """Trains a decoder to say what a teacher says (`distill.teacher`), which has the same tokenizer.
 
     Records, masks and packing are SFT's: only places with a live label count. The loss is a divergence of the student's
-    distributions from the teacher's (`jtrain/ops/divergence.py`). The teacher is frozen, and its numbers are computed
-    before every step, on the mesh of the role `teacher`. The other arguments are `LanguageTrainer`'s.
+    distributions from the teacher's (`jtrain/ops/divergence.py`). The teacher is frozen; its numbers are computed
+    before every step on the mesh of the role `teacher`, or once (`distill.precompute_teacher`). Some of the steps train
+    on the student's own completions (`distill.on_policy_fraction`), the others on the data's, or on the teacher's
+    (`distill.seq_kd`). The other arguments are `SFTTrainer`'s.
 
     Logged: `kl`, `nll`, `entropy`, `mean_token_accuracy`, `agreement` (places where both have the same likeliest
-    token), `teacher_nll`, `teacher_entropy`, and what `SFTTrainer` logs.
+    token), `teacher_nll`, `teacher_entropy`, `on_policy` (share of the rows), and what `SFTTrainer` logs.
     """
 
     task = "distill"
@@ -38,18 +53,53 @@ class DistillTrainer(SFTTrainer):
     def __init__(self, *args: Any, **keywords: Any):
         self._teacher: RoleModel | None = None
         self._score: Callable[..., dict[str, jax.Array]] | None = None
+        self._teacher_generator: Generator | None = None
         super().__init__(*args, **keywords)
+        section = self.config.distill
+        if section.precompute_teacher:
+            self.train_rows, self.eval_rows = (
+                None if rows is None else _with_table(name, rows)
+                for name, rows in (("train", self.train_rows), ("eval", self.eval_rows))
+            )
+        if self._generates and self.train_rows is not None:
+            if self.decoder.images is not None:
+                raise ConfigError(
+                    f"model.path: {self.config.model.path} sees, and completions are drawn from texts alone",
+                    "Write distill.on_policy_fraction: 0, and distill.seq_kd: false.",
+                )
+            self.train_rows = NumberedRows(self.train_rows, self.program.batch.total)
 
     # -- what is particular: config, loss, figures
 
     def settle(self, config: Config) -> Config:
-        if config.distill.teacher is None:
+        path = config.distill.teacher
+        if path is None:
             raise ConfigError(
                 "distill.teacher is missing: there is nobody to learn from",
                 "Write distill.teacher: with the folder of a model that has the student's tokenizer "
                 "(--distill.teacher DIR).",
             )
+        self._opened: Opened = open_model(path)
+        if self._opened.decoder.num_labels:
+            raise ConfigError(
+                f"distill.teacher: {path} is a classifier, which has no distributions of tokens",
+                "Name a language model.",
+            )
+        self._any_length = "max_length" not in config.model_fields_set
         return config
+
+    def adapt(self, source: ModelSource) -> None:
+        """Rows are as long as both models take, where nobody says how long."""
+        super().adapt(source)
+        limit, length = self._opened.decoder.max_position_embeddings, source.config.max_length
+        if length <= limit:
+            return
+        if not self._any_length:
+            raise ConfigError(
+                f"max_length: {length}, and distill.teacher: {source.config.distill.teacher} takes {limit} tokens",
+                f"Write max_length: {limit} (or less).",
+            )
+        source.config = source.config.model_copy(update={"max_length": limit})
 
     def make_loss(self, config: Config) -> LossFn:
         self.distillation = distillation_of(config)
@@ -62,20 +112,94 @@ class DistillTrainer(SFTTrainer):
         section, vocab = self.config.distill, self.decoder.vocab_size
         known = section.top_k if 0 < section.top_k < vocab else vocab
         loss = f"{section.loss} (beta {section.beta:g})" if section.loss == "jsd" else section.loss
-        return [*super().summary(), f"loss: {loss}", f"teacher: {section.teacher}, {known:,} log-probabilities a token"]
+        lines = [f"loss: {loss}", f"teacher: {section.teacher}, {known:,} log-probabilities a token"]
+        if section.precompute_teacher:
+            lines[-1] += ", precomputed"
+        if self._generates:
+            others = "the teacher's" if section.seq_kd else "those of the data"
+            lines.append(
+                f"completions: the student's own in {section.on_policy_fraction:.0%} of the steps, else {others}"
+            )
+        return [*super().summary(), *lines]
 
-    # -- the teacher
+    # -- completions
+
+    @property
+    def _generates(self) -> bool:
+        section = self.config.distill
+        return bool(section.on_policy_fraction) or section.seq_kd
 
     def prepare(self, batch: dict[str, jax.Array], params: Any, variables: Any) -> dict[str, jax.Array]:
+        if "batch_number" in batch:
+            number = int(np.asarray(batch["batch_number"].addressable_shards[0].data).flat[0])
+            batch = self._with_completions(
+                {name: x for name, x in batch.items() if name != "batch_number"}, number, params, variables
+            )
         if not all(name in batch for name in known_names(self.distillation, self.decoder.vocab_size)):
             batch = batch | self._of_teacher(batch)
         return batch
+
+    def _with_completions(
+        self, batch: dict[str, jax.Array], number: int, params: Any, variables: Any
+    ) -> dict[str, jax.Array]:
+        """A batch of training rows, with completions that are drawn now where its number says so."""
+        config, section, rows = self.config, self.config.distill, self.train_rows
+        assert isinstance(rows, NumberedRows)
+        own = is_on_policy(config.seed, number, section.on_policy_fraction)
+        if own or section.seq_kd:
+
+            def complete(prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+                options = GenerateOptions(section.max_completion_length, section.sampling_temperature, seed=seed)
+                generator, weights = self._generator_of(own, params, variables)
+                found = generator(*weights, prompts, options, batch_size=self.program.batch.rows)
+                return [one.ids for one in found]
+
+            drawn = completed(
+                rows.batch(number),
+                complete,
+                drawing_seed(config.seed, number),
+                longest_prompt=config.max_length - section.max_completion_length,
+                pad_id=self.tokenizer.pad_id,
+            )
+            batch = batch | self._on_devices(shortened(drawn, getattr(rows, "buckets", ())))
+        if section.on_policy_fraction:
+            size = self.program.batch.total
+            batch = batch | self._on_devices({"on_policy": np.full(size, own, np.int32)})
+        return batch
+
+    def _generator_of(self, student: bool, params: Any, variables: Any) -> tuple[Generator, tuple[Any, Any]]:
+        """Who completes, and its weights."""
+        if student:
+            return self.generator, (params, variables)
+        if self._teacher_generator is None:
+            role = self.teacher
+            self._teacher_generator = Generator(
+                self._opened.decoder,
+                self.tokenizer,
+                role.mesh,
+                role.rules,
+                lambda function, name: role.forward(function),
+            )
+        return self._teacher_generator, (self.teacher.params, self.teacher.variables)
+
+    def _on_devices(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Arrays [n, ...] of all rows of a step as [A, b, ...], where the loader would put them."""
+        batch, spec = self.program.batch, tuple(self.program.batch_sharding.spec)
+
+        def put(values: np.ndarray) -> jax.Array:
+            values = values.reshape(batch.accumulation, batch.rows, *values.shape[1:])
+            place = NamedSharding(self.mesh, PartitionSpec(*spec[: values.ndim]))
+            return jax.make_array_from_callback(values.shape, place, lambda index: values[index])
+
+        return {name: put(values) for name, values in host.items()}
+
+    # -- the teacher
 
     def _of_teacher(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The teacher's numbers at the places of a batch, where the step reads them."""
         if self._score is None:
             self._score = self.teacher.jit(teacher_numbers(self.distillation))
-        found = self._score({name: batch[name] for name in _READ})
+        found = self._score({name: batch[name] for name in _READ if name in batch})
         return {name: jax.device_put(x, self._place(x)) for name, x in found.items()}
 
     def _place(self, x: jax.Array) -> NamedSharding:
@@ -101,5 +225,61 @@ class DistillTrainer(SFTTrainer):
         return self._teacher
 
     def _restore_or_init(self, session: Any) -> None:
-        _ = self.teacher  # what is wrong with it is said before the run begins
+        precompute = self.config.distill.precompute_teacher
+        if not precompute:
+            _ = self.teacher  # what is wrong with it is said before the run begins
         super()._restore_or_init(session)
+        if precompute:
+            self._precompute(keep=not session.dry)
+
+    def _precompute(self, *, keep: bool) -> None:
+        """Opens the tables of the training and evaluation rows, or makes them by one pass of the teacher.
+
+        RUN/teacher.json names them, so that a resume opens them without the teacher, and notices another one.
+        """
+        file = layout.run_path(self.config.run_dir) / "teacher.json"
+        named: dict[str, str] = json.loads(file.read_text()) if self.counters.batches and file.exists() else {}
+        found = {}
+        for split, rows in (("train", self.train_rows), ("eval", self.eval_rows)):
+            if isinstance(rows, TeacherRows):
+                rows.table, found[split] = self._table(rows, split, named.get(split))
+        self._teacher = self._score = None  # it has done its work
+        if keep and found != named and processes.is_main():
+            file.write_text(json.dumps(found))
+
+    def _table(self, rows: TeacherRows, split: str, named: str | None) -> tuple[TeacherTable, str]:
+        """A table and its name; `named` is that of the table with which the run began."""
+        config, options = self.config, self.distillation
+        if named is not None:
+            folder = table_folder(config.data.cache_dir, named)
+            if (table := open_table(folder, len(rows))) is not None:
+                return table, named
+        dtype = jnp.dtype(self.program.precision.compute_dtype).name
+        settings = (options.top_k, options.temperature, config.distill.precompute_dtype, dtype)
+        weights = model_digest(self.teacher.params)
+        name = table_name(weights, self._opened.decoder, rows.fingerprint, split, settings)
+        if named not in (None, name):
+            raise CheckpointError(
+                f"distill.teacher: {config.distill.teacher} is not the teacher, or the settings are not those, of the "
+                f"table with which this run began, and that table is not in the cache any more",
+                "Put them back as they were, or start a new run.",
+            )
+        folder = table_folder(config.data.cache_dir, name)
+        table = open_table(folder, len(rows))
+        if table is None:
+            self.say(f"teacher: log-probabilities of {len(rows):,} {split} rows")
+            several = row_multiple(config, self.mesh)
+            size = -(-self.program.batch.rows // several) * several
+            table = make_table(
+                folder, rows.in_order(), self.program, self._of_teacher, size, config.distill.precompute_dtype
+            )
+        return table, name
+
+
+def _with_table(split: str, rows: Any) -> TeacherRows:
+    if isinstance(rows, TrainRows | EvalRows):
+        return TeacherRows(rows)
+    raise ConfigError(
+        f"distill.precompute_teacher: true, and the {split} data is rows of tokens in memory, which have no fingerprint",
+        "Give files or records, or write distill.precompute_teacher: false.",
+    )

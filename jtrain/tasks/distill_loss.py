@@ -22,10 +22,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtrain.config.schema import Config
+from jtrain.models.decoder import Decoder
 from jtrain.ops.divergence import Tail, TeacherTokens, divergence
 from jtrain.ops.teacher_scores import teacher_scores
 from jtrain.ops.zigzag import to_zigzag
-from jtrain.tasks.language_loss import filled, hidden_and_targets, logit_cap, next_token, with_router_losses
+from jtrain.tasks.language_loss import (
+    filled,
+    hidden_and_targets,
+    images_of,
+    logit_cap,
+    next_token,
+    with_router_losses,
+)
 from jtrain.train.loss import Loss, LossFn, Metric
 
 Batch = dict[str, jax.Array]
@@ -117,8 +125,10 @@ def teacher_numbers(options: Distillation) -> Callable[[nnx.Module, Batch], Batc
     """`function(teacher, batch) -> teacher_... [A, b, ...]` of a batch [A, b, ...], micro-batch after micro-batch."""
 
     def one(model: nnx.Module, micro: Batch) -> Batch:
+        images = images_of(model if isinstance(model, Decoder) else None, micro)
+        seen = {} if images is None else {"images": images}
         hidden = model.hidden(  # type: ignore[attr-defined]
-            micro["input_ids"], position_ids=micro["position_ids"], segment_ids=micro["segment_ids"]
+            micro["input_ids"], position_ids=micro["position_ids"], segment_ids=micro["segment_ids"], **seen
         )
         scores = teacher_scores(
             hidden,

@@ -112,7 +112,7 @@ class RoleModel:
     ):
         self.role, self.mesh = role, mesh
         self.params, self.variables = params, variables
-        self._forward, self._rules, self._program = forward, rules, program
+        self.forward, self.rules, self._program = forward, rules, program
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Jits `function(module, batch, *arguments)`, traced on the role's mesh, as `call(batch, *arguments)`.
@@ -124,18 +124,18 @@ class RoleModel:
         Raises:
           ConfigError: (by the call) the role's data-parallel ranks do not divide the rows of the batch.
         """
-        forward, program = self._forward(function), self._program
+        forward, program = self.forward(function), self._program
         if self.mesh is program.mesh:
             return lambda batch, *arguments: forward(self.params, self.variables, batch, *arguments)
 
         def call(batch: Any, *arguments: Any) -> Any:
-            rows, ranks = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}, _ways(self.mesh, self._rules)
+            rows, ranks = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}, _ways(self.mesh, self.rules)
             if any(n % ranks for n in rows):
                 raise ConfigError(
                     f"roles.{self.role}: {describe(self.mesh)} divides rows {ranks} ways, and a batch has {max(rows)}",
                     f"Make the rows a multiple of {ranks}, or divide the model by tensor, which divides no rows.",
                 )
-            moved = spread((batch, *arguments), self.mesh, self._rules)
+            moved = spread((batch, *arguments), self.mesh, self.rules)
             return spread(forward(self.params, self.variables, *moved), program.mesh, program.rules)
 
         return call

@@ -35,6 +35,7 @@ class FilledRows:
 
     def __init__(self, rows: Rows, count: int, ranks: int):
         self._rows, self._count = rows, count
+        self.per_token = getattr(rows, "per_token", ())
         self.size = -(-count // ranks) * ranks
 
     def __len__(self) -> int:

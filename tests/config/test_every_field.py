@@ -91,6 +91,11 @@ CHANGED = {
     "distill.temperature": 2.0,
     "distill.ce_weight": 0.25,
     "distill.top_k": 64,
+    "distill.precompute_teacher": True,
+    "distill.on_policy_fraction": 0.5,
+    "distill.seq_kd": True,
+    "distill.max_completion_length": 32,
+    "distill.sampling_temperature": 0.7,
     "reward.disable_dropout": False,
     "dpo.loss_weights": (0.5,),
     "dpo.beta": 0.3,
@@ -197,6 +202,11 @@ TOGETHER = {
     **{f"distill.{name}": {"task": "distill"} for name in DistillConfig.model_fields},
     "distill.beta": {"task": "distill", "distill.loss": "jsd"},
     "distill.tail": {"task": "distill", "distill.top_k": 64},
+    "distill.precompute_dtype": {"task": "distill", "distill.precompute_teacher": True},
+    **{
+        f"distill.{name}": {"task": "distill", "distill.seq_kd": True, "data.packing": "none"}
+        for name in ("max_completion_length", "sampling_temperature")
+    },
     "dpo.label_smoothing": {**DPO, "dpo.loss_type": "robust"},
     "dpo.f_alpha_divergence_coef": {**DPO, "dpo.f_divergence_type": "alpha_divergence"},
     "dpo.discopop_tau": {**DPO, "dpo.loss_type": "discopop"},

@@ -205,7 +205,7 @@ def test_what_a_killed_build_left_is_swept_by_the_next(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a"])
     store = open_store(path, BYTES, OPTIONS)
     shutil.rmtree(store.path)
-    left = cache._temporary(store.path)
+    left = cache.temporary(store.path)
     left.mkdir()
     (left / "000000.tokens").write_bytes(b"xx")
     open_store(path, BYTES, OPTIONS)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jtrain import Callback
+from jtrain import Callback, DistillTrainer, generate, load_model
 from jtrain.config.load import load_config
-from jtrain.errors import ConfigError, DataError
+from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.tasks.distill_loss import distillation_of
 from tests.parity.runs import bits
 
@@ -38,7 +38,8 @@ def place(models, tmp_path):
 
 
 def config_of(place, section=(), **changes):
-    return settings(place, "distill", distill={"teacher": str(place / "teacher"), **dict(section)}, **changes)
+    quick = {"xla_options": {"xla_backend_optimization_level": 0}}
+    return settings(place, "distill", distill={"teacher": str(place / "teacher"), **dict(section)}, **(quick | changes))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,21 @@ def test_an_evaluation_counts_tokens_whatever_the_batch_the_mesh_and_the_packing
 
 @grid
 @pytest.mark.parametrize(
-    "changes",
-    [{"model": {"lora": {"rank": 4}}}, {"precision": "bf16-mixed"}, {"optimizer": {"ema_decay": 0.9}}],
-    ids=["lora", "bfloat16", "moving average"],
+    ("section", "changes"),
+    [
+        ({}, {"model": {"lora": {"rank": 4}}}),
+        ({}, {"precision": "bf16-mixed"}),
+        ({}, {"optimizer": {"ema_decay": 0.9}}),
+        ({"precompute_teacher": True}, {}),
+        ({"on_policy_fraction": 0.5, "max_completion_length": 6}, {}),
+        ({"seq_kd": True, "max_completion_length": 6, "sampling_temperature": 0.0}, {}),
+    ],
+    ids=["lora", "bfloat16", "moving average", "precomputed", "on policy", "teacher's completions"],
 )
-def test_a_resumed_run_ends_with_the_same_bits(place, changes):
-    config = config_of(place, {"top_k": 5}, max_steps=4, global_batch_size=2, data={"shuffle": True}, **changes)
+def test_a_resumed_run_ends_with_the_same_bits(place, section, changes):
+    config = config_of(
+        place, {"top_k": 5, **section}, max_steps=4, global_batch_size=2, data={"shuffle": True}, **changes
+    )
     resumes_alike(place, config)
 
 
@@ -119,10 +129,76 @@ def resumes_alike(place, config):
     return whole
 
 
+def test_a_table_is_made_once_and_says_what_the_teacher_says(place, monkeypatch):
+    config = config_of(place, GOLDEN["cases"][5]["options"] | {"precompute_teacher": True})
+    first = trained(config, ROWS)
+    assert first.history.train[0]["loss"] == pytest.approx(GOLDEN["cases"][5]["loss"], rel=1e-5)
+    assert first._teacher is None  # not in memory any more
+    (folder,) = (place / "cache/teacher").glob("*[!k]")
+    shapes = {path.stem: np.load(path).shape for path in folder.glob("*.npy")}
+    targets = sum(len(row["completion"].split()) + 1 for row in ROWS)  # with the token that ends it
+    assert shapes["teacher_logps"] == shapes["teacher_ids"] == (targets, 5) and shapes["first"] == (5,)
+    monkeypatch.setattr("jtrain.tasks.distill.make_table", lambda *_: pytest.fail("made again"))
+    again = DistillTrainer(config | {"run_dir": str(place / "second")}, train_dataset=ROWS)
+    with again._open_session() as session:
+        again._restore_or_init(session)
+    row = again.train_rows.rows(np.arange(4))
+    assert row["teacher_ids"].shape == (4, 32, 5) and (row["teacher_logps"] < 0).sum() == targets * 5
+
+
+@grid
+def test_another_teacher_than_that_of_the_table_is_noticed(place):
+    config = config_of(place, {"precompute_teacher": True, "precompute_dtype": "float16"}, max_steps=2)
+    trained(config, ROWS, callbacks=[_Stop(1)])
+    (file,) = (place / "cache/teacher").glob("*/teacher_logps.npy")
+    assert np.load(file).dtype == np.float16
+    shutil.rmtree(place / "cache/teacher")
+    config["distill"] = config["distill"] | {"teacher": str(place / "model")}
+    with pytest.raises(CheckpointError, match="is not the teacher"):
+        trained(config, ROWS)
+
+
+def test_a_step_on_the_students_own_completions_scores_these_alone(place):
+    section = {"on_policy_fraction": 1.0, "max_completion_length": 6, "ce_weight": 0.5}
+    seen = []
+
+    class Trainer(DistillTrainer):
+        def _of_teacher(self, batch):
+            seen.append({name: np.asarray(x)[0] for name, x in batch.items()})
+            return super()._of_teacher(batch)
+
+    trainer = Trainer(config_of(place, section), train_dataset=ROWS)
+    trainer.fit()
+    (line,) = trainer.history.train
+    assert line["on_policy"] == 1.0 and line["loss"] == pytest.approx(line["kl"], rel=1e-6)  # no cross-entropy
+    batch = seen[-1]
+    assert batch["on_policy"].tolist() == [1, 1, 1, 1]
+    for row, record in enumerate(ROWS):
+        prompt = [int(word[1:]) for word in record["prompt"].split()]
+        ids, labels, held = (batch[name][row] for name in ("input_ids", "labels", "segment_ids"))
+        assert ids[: len(prompt)].tolist() == prompt
+        live = np.flatnonzero(labels != -100)
+        assert live[0] == len(prompt) and 1 <= len(live) <= 6 and (np.diff(live) == 1).all()
+        assert (labels[live] == ids[live]).all() and held.sum() == len(prompt) + len(live)
+    for name in ("input_ids", "labels"):  # prepared twice: for the compiler, and for the step
+        np.testing.assert_array_equal(seen[0][name], batch[name])
+
+
+def test_completions_of_the_teacher_are_drawn_as_the_section_says(place):
+    section = {"seq_kd": True, "max_completion_length": 5, "sampling_temperature": 0.0}
+    trainer = DistillTrainer(config_of(place, section), train_dataset=ROWS)
+    with trainer.train_loader() as loader:
+        batch = trainer.prepare(loader[0], trainer.state.params, trainer.state.variables)
+    teacher = load_model(place / "teacher")
+    for row, record in enumerate(ROWS):
+        labels = np.asarray(batch["labels"])[0, row]
+        (wanted,) = generate(teacher, record["prompt"], max_new_tokens=5)
+        assert labels[labels != -100].tolist() == wanted.ids
+    assert "on_policy" not in batch and batch["teacher_logps"].shape == (1, 4, 32, 96)
+
+
 def test_the_teacher_lies_on_the_mesh_of_its_role(place):
     config = config_of(place, devices=4, mesh="fsdp=2", roles={"teacher": {"devices": 2, "tensor": 2}})
-    from jtrain import DistillTrainer
-
     trainer = DistillTrainer(config, train_dataset=ROWS)
     ids = [device.id for device in trainer.teacher.mesh.devices.flat]
     assert ids == [2, 3] and trainer.teacher.mesh.shape["tensor"] == 2
@@ -146,6 +222,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(place):
     [
         ({"beta": 0.3}, "distill.beta: 0.3 with distill.loss: forward_kl"),
         ({"tail": "renormalise"}, "distill.tail: 'renormalise' without distill.top_k"),
+        ({"precompute_dtype": "float16"}, "without distill.precompute_teacher"),
+        ({"sampling_temperature": 0.5}, "without distill.on_policy_fraction"),
+        ({"max_completion_length": 7}, "without distill.on_policy_fraction"),
+        ({"seq_kd": True, "precompute_teacher": True}, "precompute_teacher: true with distill.seq_kd: true"),
+        ({"on_policy_fraction": 0.5}, "max_completion_length: 128 leaves rows of max_length: 32 no place"),
         ({"teacher": None}, "distill.teacher is missing"),
         ({"teacher": "/nowhere"}, "/nowhere"),
     ],

@@ -293,6 +293,17 @@ SEEN = {
         f"distill.{name}": "tests/tasks/test_distill.py::test_what_the_section_says_reaches_the_loss"
         for name in ("loss", "beta", "temperature", "ce_weight", "top_k", "tail")
     },
+    "distill.precompute_teacher": "tests/tasks/test_distill.py::"
+    "test_a_table_is_made_once_and_says_what_the_teacher_says",
+    "distill.precompute_dtype": "tests/tasks/test_distill.py::test_another_teacher_than_that_of_the_table_is_noticed",
+    **{
+        f"distill.{name}": "tests/tasks/test_distill.py::test_a_step_on_the_students_own_completions_scores_these_alone"
+        for name in ("on_policy_fraction", "max_completion_length")
+    },
+    **{
+        f"distill.{name}": "tests/tasks/test_distill.py::test_completions_of_the_teacher_are_drawn_as_the_section_says"
+        for name in ("seq_kd", "sampling_temperature")
+    },
     **{
         f"roles.teacher.{name}": "tests/tasks/test_distill.py::test_the_teacher_lies_on_the_mesh_of_its_role"
         for name in ("devices", "data", "fsdp", "tensor", "expert")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jtrain.data.chat import load_chat_template
 from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, TEXT, form_of, needs_template, no_form
+from jtrain.data.example_recipe import example_recipe
 from jtrain.data.examples import first_record
 from jtrain.data.files import find_files
 from jtrain.data.rows import PackedRows
@@ -62,27 +62,20 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
             + ": no message of an assistant",
             "Give messages, or write sft.assistant_only_loss: false.",
         )
-    template = None
-    if messages:
-        template = load_chat_template(tokenizer, data.chat_template, tools=record.get("tools") is not None)
     of_images: dict[str, Any] = {}
     if images is not None:
         folder = folder_of(source, field)
         of_images = {"image_token": images.token, "image_tokens": images.tokens, "image_folder": folder}
-    return ExampleRecipe(
+    return example_recipe(
         "sft" if images is None else "sft_images",
-        {
-            "form": form,
-            "text_field": data.text_field,
-            "append_eos": data.append_eos,
-            "prepend_bos": data.prepend_bos,
-            "completion_only": section.completion_only_loss is not False,
-            "assistant_only": section.assistant_only_loss,
-            "template": None if template is None else template.source,
-            "special_tokens": {} if template is None else template.special_tokens,
-            **of_images,
-        },
-        title="the chat template" if template is None else template.name,
+        config,
+        tokenizer,
+        record,
+        messages=messages,
+        form=form,
+        completion_only=section.completion_only_loss is not False,
+        assistant_only=section.assistant_only_loss,
+        **of_images,
     )
 
 

@@ -1,5 +1,6 @@
 """Models on a mesh of their own: where they lie, and that a run's numbers do not mind."""
 
+import json
 import shutil
 
 import jax
@@ -9,15 +10,18 @@ import pytest
 from jtrain import Callback
 from jtrain.config.load import load_config
 from jtrain.errors import ConfigError
+from jtrain.observe.metrics import read_metrics
 from jtrain.parallel.mesh import make_mesh
 from jtrain.tasks.dpo import DPOTrainer
 from jtrain.tasks.prepared import sequence_logps
 from jtrain.tasks.roles import described, load_role, role_mesh, row_multiple
+from tests.parity.launch import start_several, wait_all
 from tests.parity.runs import bits
 
 from .preferences import FIGURES, RUNS, settings, trained, word_model
 
 PAIRS = RUNS["pairs"]
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
 grid = pytest.mark.grid
 
 
@@ -156,3 +160,19 @@ def test_a_run_with_a_role_resumes_with_the_same_bits_and_may_change_its_mesh(pl
     assert bits(resumed.state) == bits(whole.state)
     moved = trained(config | {"run_dir": str(place / "c"), "roles": {"reference": "devices=4,fsdp=2"}}, PAIRS)
     assert all(line["loss"] == pytest.approx(losses[line["step"]], rel=1e-6) for line in moved.history.train)
+
+
+@grid
+def test_a_role_has_another_layout_over_several_processes_as_well_and_devices_of_its_own_only_in_one(place):
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    config = settings(place, "dpo", max_steps=3, devices=4, mesh="fsdp=4", roles={"reference": "fsdp=2,tensor=2"})
+    config["data"] |= {"train": [str(place / "pairs.jsonl")]}
+    config["dpo"] = MOVING
+    whole = {line["step"]: line["loss"] for line in trained(config | {"run_dir": str(place / "one")}).history.train}
+    running = start_several(config, "process", [("none", 0)] * 2)
+    assert wait_all(running) == [0, 0], "".join(one.err for one in running)
+    losses = {line["step"]: line["loss"] for line in read_metrics(config["run_dir"], "train")}
+    assert losses == pytest.approx(whole, rel=1e-6) and len(losses) == 3
+    running = start_several(config | {"roles": {"reference": "devices=2"}, "mesh": "fsdp=2"}, "own", [("none", 0)] * 2)
+    assert wait_all(running) == [64, 64]
+    assert "roles.reference.devices: 2 with distributed.num_processes: 2" in running[0].err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ HELP = f"""usage: {USAGE}
   --packing             best_fit or none: the figures are the same; by default best_fit for texts, none for examples
   --truncation          keep_start or keep_end: what is scored of an example longer than a row; by default an error
   --text-field          field of a record that holds a text (text)
+  --on-bad-record       fail (the default) or skip: what a record that can't be read does
   --no-eos              texts and completions end without the end token
   --all-tokens          of prompts with completions, the prompts are scored as well
   --assistant-only-loss of messages, what the assistant writes is scored
@@ -51,6 +53,7 @@ _KINDS = {
     "packing": str,
     "truncation": str,
     "text-field": str,
+    "on-bad-record": str,
     "no-eos": bool,
     "all-tokens": bool,
     "assistant-only-loss": bool,
@@ -71,12 +74,20 @@ _KINDS = {
     "tokenizer": str,
     "json": bool,
 }
-_CHOICES = {"packing": ("best_fit", "none"), "truncation": ("keep_start", "keep_end")}
+_CHOICES = {
+    "packing": ("best_fit", "none"),
+    "truncation": ("keep_start", "keep_end"),
+    "on-bad-record": ("fail", "skip"),
+}
 _COUNTS = ("max-length", "stride", "batch-size", "max-new-tokens", "limit")
+_READING = (
+    "max-length", "stride", "packing", "truncation", "text-field", "on-bad-record", "assistant-only-loss",
+    "chat-template",
+)  # fmt: skip
 _NEEDS = {
     **dict.fromkeys(("max-new-tokens", "predictions"), ("metrics",)),
     **dict.fromkeys(("include-path", "num-fewshot", "apply-chat-template", "system-instruction"), ("tasks",)),
-    **dict.fromkeys(("stride", "packing", "truncation", "text-field"), ("data",)),
+    **dict.fromkeys(("stride", "packing", "truncation", "text-field", "on-bad-record"), ("data",)),
     **dict.fromkeys(("no-eos", "all-tokens", "assistant-only-loss", "metrics"), ("data",)),
     "limit": ("metrics", "tasks"),
 }
@@ -127,8 +138,7 @@ def _on_data(model: Any, given: Mapping[str, Any], metrics: list[str]) -> dict[s
     """The figures of `--data`."""
     from jtrain.tasks.evaluate import answer, evaluate, open_answers
 
-    names = ("max-length", "stride", "packing", "truncation", "text-field", "assistant-only-loss", "chat-template")
-    options = _options(given, names) | {"append_eos": "no-eos" not in given}
+    options = _options(given, _READING) | {"append_eos": "no-eos" not in given}
     if "all-tokens" in given:
         options["completion_only_loss"] = False
     running: dict[str, Any] = {"batch_size": given.get("batch-size", 8), "report": _report}
@@ -176,6 +186,9 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         if given.get(name, 1) < 1:
             raise ConfigError(f"--{name} {given[name]}", "write a positive number, or leave it out")
+    target = os.path.dirname(given.get("predictions", "")) or "."
+    if not os.path.isdir(target):
+        raise ConfigError(f"--predictions {given['predictions']}: there is no folder {target}", "make it first")
     if given.get("num-fewshot", 0) < 0:
         raise ConfigError(f"--num-fewshot {given['num-fewshot']}", "write 0 or a positive number")
     for name, needs in _NEEDS.items():

@@ -11,7 +11,7 @@ from jtrain.data.chat import ChatTemplate
 from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, ChatEncoder, beside, conversation
 from jtrain.data.examples import iterate_records, make_encoder
 from jtrain.data.rows import PackedRows
-from jtrain.data.sft import recipe_of
+from jtrain.data.sft import has_images, recipe_of
 from jtrain.data.tokenise import ExampleRecipe
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError
@@ -67,6 +67,11 @@ def read_questions(
     if rows is not None:
         records = _stretch(records, rows, recipe, tokenizer, source, text_field, field)
     for number, record in enumerate(records, 1):
+        if has_images(record):
+            raise DataError(
+                f"{name}: record {number} holds images: answers to them are not scored",
+                "give records without images, or leave metrics of texts and samples out",
+            )
         try:
             found = _question(encoder, record, form)
         except DataError as error:

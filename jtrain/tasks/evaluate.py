@@ -60,6 +60,7 @@ class Reading:
       completion_only_loss: auto: of prompt and completion, the completion; False: both.
       assistant_only_loss: of messages, what the assistant writes.
       chat_template: a name of the model's, or a .jinja file; None: the usual one.
+      on_bad_record: what a record that can't be read does: fail, or skip (up to a hundred are left out).
       cache_dir: where tokenised data is kept.
     """
 
@@ -72,6 +73,7 @@ class Reading:
     completion_only_loss: bool | str = "auto"
     assistant_only_loss: bool = False
     chat_template: str | None = None
+    on_bad_record: str = "fail"
     cache_dir: str | None = None
 
     def config(self, model: LoadedModel, task: str, length: int) -> Config:
@@ -81,6 +83,7 @@ class Reading:
             "text_field": self.text_field,
             "append_eos": self.append_eos,
             "packing": self.packing or usual,
+            "on_bad_record": self.on_bad_record,
             "cache_dir": self.cache_dir,
         }
         values: dict[str, Any] = {"task": task, "max_length": length, "data": section}

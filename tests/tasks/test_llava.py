@@ -131,8 +131,8 @@ def test_a_folder_goes_back_with_the_same_tensors(kind, model, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     before = json.loads((HERE / kind / "config.json").read_text())
     for section in ("vision_config", "text_config"):
-        differing = {k: v for k, v in before.pop(section).items() if config[section].get(k) != v}
-        assert not differing
+        differing = {k for k, v in before.pop(section).items() if config[section].get(k) != v}
+        assert differing <= {"max_window_layers"}  # from where layers slide, and none does
     assert {k: config.get(k) for k in before} == before | {"transformers_version": None}
     for name in ("processor_config.json", "chat_template.jinja", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (HERE / kind / name).read_bytes()

@@ -35,6 +35,7 @@ VERBS = (
     Verb("dpo", "dpo", "train on preferences: jtrain dpo --model.path DIR --data.train pairs.jsonl"),
     Verb("reward", "reward", "train a reward model on pairs: jtrain reward --model.path DIR --data.train pairs.jsonl"),
     Verb("distill", "distill", "learn from a teacher: jtrain distill --distill.teacher DIR --data.train chat.jsonl"),
+    Verb("contrastive", "contrastive", "train CLIP or SigLIP: jtrain contrastive --data.train images_and_texts.jsonl"),
     Verb("import", "import_", "a Hugging Face folder as a checkpoint: jtrain import HF_DIR OUT"),
     Verb("export", "export", "a run as a Hugging Face folder, logits compared: jtrain export RUN OUT"),
     Verb("generate", "generate", "text from a model: jtrain generate MODEL --prompt TEXT"),

@@ -19,6 +19,7 @@ _REFUSED = (
     "data",
     "optimizer.name",
     "optimizer.freeze",
+    "contrastive",
     "dpo.sync_ref_model",
 )
 _HARMLESS = (

@@ -9,6 +9,7 @@ import math
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from jtrain.config.contrastive_rules import check_contrastive
 from jtrain.config.distill_rules import check_distill
 from jtrain.config.mesh_rules import AXES, BATCH_AXES, data_ranks, mesh_numbers, mesh_text
 from jtrain.config.names import nearest
@@ -41,6 +42,7 @@ def check(config: Config) -> Config:
     check_task(config)
     check_dpo(config)
     check_distill(config)
+    check_contrastive(config)
     check_role_options(config)
     config = apply_strategy(_length(config))
     mesh_numbers(config.mesh)

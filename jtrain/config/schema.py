@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jtrain.config.contrastive_section import ContrastiveConfig
 from jtrain.config.section import (
     Duration,
     NotNegative,
@@ -154,8 +155,8 @@ def split_sources(sources: list[Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...]
 
 class DataConfig(Section):
     train: Strings = ()
-    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record; or hf:org/name[@revision][:split] of the hub.
-    Several sources are a mixture."""
+    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record (contrastive: .npz, too); or
+    hf:org/name[@revision][:split] of the hub. Several sources are a mixture."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
     eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(held_out)] = None
@@ -385,7 +386,7 @@ class FaultsConfig(Section):
 
 
 class Config(Section):
-    task: Literal["pretrain", "sft", "dpo", "reward", "distill"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "reward", "distill", "contrastive"] = "pretrain"
     """What is trained."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
@@ -437,6 +438,7 @@ class Config(Section):
     dpo: DpoConfig = DpoConfig()
     reward: RewardConfig = RewardConfig()
     distill: DistillConfig = DistillConfig()
+    contrastive: ContrastiveConfig = ContrastiveConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

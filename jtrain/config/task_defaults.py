@@ -34,6 +34,7 @@ class TaskDefault(NamedTuple):
 
 
 _TRL = "TRL's default"
+_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 FINE_TUNING: tuple[TaskDefault, ...] = (
     TaskDefault("optimizer.weight_decay", 0.0, _TRL),
     TaskDefault("optimizer.beta2", 0.999, _TRL),
@@ -84,6 +85,22 @@ TASK_DEFAULTS: dict[str, tuple[TaskDefault, ...]] = {
         *FINE_TUNING,
         TaskDefault("data.packing", "none", f"{_TRL}: one example a row, padded to the next bucket of lengths"),
     ),
+    "contrastive": (
+        TaskDefault("run_dir", "runs/contrastive", "named after the task"),
+        TaskDefault("model.preset", "clip-tiny", "a model of images and texts", unless=("model.path",)),
+        TaskDefault("optimizer.learning_rate", 1e-5, "weights that are loaded are tuned", when="model.path"),
+        TaskDefault("optimizer.learning_rate", 5e-4, "CLIP's"),
+        TaskDefault("optimizer.beta2", 0.98, "CLIP's"),
+        TaskDefault("optimizer.eps", 1e-6, "CLIP's"),
+        TaskDefault(
+            "optimizer.decay_rules",
+            ((r".*(norm|bias|logit_scale).*", 0.0), (r".*", 1.0)),
+            "CLIP's: the scale of the scores does not decay",
+        ),
+        TaskDefault("schedule.min_ratio", 0.0, "CLIP's"),
+        TaskDefault("global_batch_size", 256, "every other pair of the batch is a negative", _BATCH),
+        TaskDefault("precision", "auto", "bf16-mixed where the hardware has it"),
+    ),
 }
 
 READ_BY: dict[str, tuple[str, ...]] = {
@@ -91,6 +108,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "dpo": ("dpo",),
     "reward": ("reward",),
     "distill": ("distill",),
+    "contrastive": ("contrastive",),
     "loss.label_smoothing": ("pretrain", "sft"),
     "loss.z_loss": ("pretrain", "sft"),
     "roles.reference": ("dpo",),
@@ -101,6 +119,22 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "data.truncation": ("sft", "dpo", "distill"),
     "data.chat_template": ("sft", "dpo", "reward", "distill"),
     "data.buckets": ("sft", "dpo", "reward", "distill"),
+    **dict.fromkeys(
+        (
+            "data.packing",
+            "data.append_eos",
+            "data.prepend_bos",
+            "data.weights",
+            "data.cache_dir",
+            "data.on_bad_record",
+            "data.max_bad_records",
+            "loss",
+            "model.lora",
+            "eval.sample_prompts",
+            "context",
+        ),
+        ("pretrain", "sft", "dpo", "reward", "distill"),
+    ),
 }
 """Fields and sections that some tasks read, and these."""
 

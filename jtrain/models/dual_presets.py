@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 
 from jtrain.errors import ConfigError
 from jtrain.models.dual_encoder import DualEncoderConfig, Kind, text_tower
@@ -23,7 +24,7 @@ def _clip(
 def _siglip(image: int, patch: int, d: int, f: int, layers: int, heads: int, positions: int = 64) -> DualEncoderConfig:
     vision = VisionConfig(d, f, layers, heads, image, patch, layer_norm_eps=1e-6)
     return DualEncoderConfig(
-        "siglip", _text("siglip", 32_000, d, layers, heads, positions, f), vision, d, logit_scale_init=2.302585
+        "siglip", _text("siglip", 32_000, d, layers, heads, positions, f), vision, d, logit_scale_init=math.log(10)
     )
 
 
@@ -41,11 +42,16 @@ def _text(kind: Kind, vocab: int, d: int, layers: int, heads: int, positions: in
     )
 
 
+def _strong(shape: DualEncoderConfig) -> DualEncoderConfig:
+    """Initial weights as wide as narrow towers need them: with 0.02, all texts begin as one."""
+    return shape.trained_with(initializer_range=0.1)
+
+
 DUAL_PRESETS: dict[str, DualEncoderConfig] = {
-    "clip-tiny": _clip(8, 2, 64, 2, 4, (64, 2, 4, 40)),
+    "clip-tiny": _strong(_clip(8, 2, 64, 2, 4, (64, 2, 4, 32))),
     "clip-vit-base-patch32": _clip(224, 32, 768, 12, 12, (512, 12, 8, 77)),
     "clip-vit-large-patch14": _clip(224, 14, 1024, 24, 16, (768, 12, 12, 77)),
-    "siglip-tiny": _siglip(8, 2, 64, 256, 2, 4, positions=40),
+    "siglip-tiny": _strong(_siglip(8, 2, 64, 256, 2, 4, positions=32)),
     "siglip-base-patch16-224": _siglip(224, 16, 768, 3072, 12, 12),
     "siglip-so400m-patch14-384": _siglip(384, 14, 1152, 4304, 27, 16),
 }

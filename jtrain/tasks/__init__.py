@@ -14,6 +14,7 @@ TRAINERS = {
     "dpo": "dpo:DPOTrainer",
     "reward": "reward:RewardTrainer",
     "distill": "distill:DistillTrainer",
+    "contrastive": "contrastive:ContrastiveTrainer",
 }
 """Task -> `module:class` of its trainer."""
 

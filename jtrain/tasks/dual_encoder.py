@@ -299,7 +299,7 @@ class LoadedDualEncoder:
           DataError: one of them can't be read.
         """
         pixels = np.stack([self.files.transform(image) for image in images])
-        return _host(self.jit(_embed_images)(pixels))
+        return host(self.jit(_embed_images)(pixels))
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
         """Vectors of length one, float32 [texts, D].
@@ -309,7 +309,7 @@ class LoadedDualEncoder:
         """
         if self.tokenizer is None:
             raise ConfigError("the model has no tokenizer", "put its tokenizer.json beside its weights")
-        return _host(self.jit(_embed_texts)(encoder_of(self.config, self.tokenizer)(texts)))
+        return host(self.jit(_embed_texts)(encoder_of(self.config, self.tokenizer)(texts)))
 
     def __call__(self, pixels: Any, input_ids: Any) -> jax.Array:
         """Scores [images, texts] of transformed images [images, height, width, channels] and tokens [texts, L]."""
@@ -359,47 +359,8 @@ def load_dual_encoder(
     return LoadedDualEncoder(opened.files, split, params, variables, mesh, rules, precision, opened.files.tokenizer())
 
 
-def export_dual_encoder(
-    model: LoadedDualEncoder, out: str | os.PathLike[str], *, dtype: str | None = None, max_shard_size: Any = None
-) -> Any:
-    """Writes a folder that transformers' CLIPModel or SiglipModel loads; see `jtrain.export`, which calls this.
+def host(x: jax.Array) -> np.ndarray:
+    """An array on the host of every process."""
+    from jax.experimental import multihost_utils
 
-    Returns:
-      `jtrain.tasks.exporting.Exported`; its scores are those of two images with two texts.
-    """
-    from jtrain.tasks.exporting import SHARD_SIZE, differences, rounded_to, write_folder
-
-    dtype = dtype or model.precision.name
-    shape, rng = model.config, np.random.default_rng(0)
-    vision = shape.vision
-    size = (2, vision.image_size, vision.image_size, vision.num_channels)
-    pixels = rng.normal(size=size).astype(np.float32)
-    ids = rng.integers(0, shape.text.vocab_size, (2, shape.text.max_position_embeddings))
-
-    def companions() -> dict[str, bytes]:
-        config = {**model.files.companions.config, "dtype": dtype, "torch_dtype": dtype}
-        return {**model.files.companions.files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
-
-    def compare(folder: Path) -> tuple[float, float]:
-        before = rounded = _host(model(pixels, ids))
-        if dtype != model.precision.name:
-            rounded = _host(dataclasses.replace(model, params=rounded_to(model.params, dtype))(pixels, ids))
-        again = load_dual_encoder(folder, model.precision.name, model.mesh, rules=model.rules)
-        return differences(before, rounded, _host(again(pixels, ids)))
-
-    return write_folder(
-        out,
-        lambda: dual_encoder_tensors(shape),
-        (model.params, model.variables),
-        companions,
-        compare,
-        dtype=dtype,
-        max_shard_size=max_shard_size or SHARD_SIZE,
-        notes=() if model.tokenizer is not None else ("there is no tokenizer: the model was loaded without one",),
-    )
-
-
-def _host(x: jax.Array) -> np.ndarray:
-    from jtrain.tasks.exporting import host
-
-    return host(x)
+    return np.asarray(x) if x.is_fully_addressable else np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -10,6 +10,7 @@ import pytest
 
 import jtrain
 from jtrain.config import load_config, to_yaml
+from jtrain.config.contrastive_section import ContrastiveConfig
 from jtrain.config.names import choices, fields
 from jtrain.config.schema import DistillConfig, DpoConfig, LoraConfig, RewardConfig
 from jtrain.config.task_sections import RoleConfig
@@ -86,6 +87,10 @@ CHANGED = {
     "sft.assistant_only_loss": True,
     "sft.neftune_noise_alpha": 5.0,
     "reward.center_rewards_coefficient": 0.01,
+    "contrastive.image_field": "picture",
+    "contrastive.label_field": "kind",
+    "contrastive.classes": ("cat", "dog"),
+    "contrastive.templates": ("a {}",),
     "distill.teacher": "/teacher",
     "distill.beta": 0.3,
     "distill.temperature": 2.0,
@@ -200,6 +205,7 @@ TOGETHER = {
     **{f"dpo.{name}": DPO for name in DpoConfig.model_fields},
     **{f"reward.{name}": {"task": "reward"} for name in RewardConfig.model_fields},
     **{f"distill.{name}": {"task": "distill"} for name in DistillConfig.model_fields},
+    **{f"contrastive.{name}": {"task": "contrastive"} for name in ContrastiveConfig.model_fields},
     "distill.beta": {"task": "distill", "distill.loss": "jsd"},
     "distill.tail": {"task": "distill", "distill.top_k": 64},
     "distill.precompute_dtype": {"task": "distill", "distill.precompute_teacher": True},

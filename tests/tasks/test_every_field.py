@@ -288,6 +288,10 @@ SEEN = {
     "logging.trackers": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "logging.level": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
+    **{
+        f"contrastive.{name}": "tests/tasks/test_contrastive.py::test_what_the_section_says_reaches_the_run"
+        for name in ("loss", "equal_texts", "image_field", "label_field", "classes", "templates")
+    },
     "distill.teacher": "tests/tasks/test_distill.py::test_the_first_step_has_trls_loss_and_norm_of_gradient",
     **{
         f"distill.{name}": "tests/tasks/test_distill.py::test_what_the_section_says_reaches_the_loss"

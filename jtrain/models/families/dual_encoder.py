@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +50,7 @@ def dual_encoder_config(hf: Mapping[str, Any]) -> DualEncoderConfig:
     fields = Fields(dict(hf), {"text_config": {}, "vision_config": {}})
     text, vision = (_section(fields, name) for name in ("text_config", "vision_config"))
     tower = read_tower({"model_type": f"{kind}_vision_model", **vision})
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {"logit_scale_init": math.log(10)}
     if kind == "clip":
         dim = fields.get("projection_dim", 512)
         own = {"logit_scale_init": fields.get("logit_scale_init_value", 2.6592)}

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from jtrain.data.chat import ChatTemplate, load_chat_template
 from jtrain.data.rows import IGNORE, Batch
@@ -180,9 +180,13 @@ class JtrainLM(TemplateLM):
             prompts = [ids or [self.prefix_token_id] for ids in prompts]
             rows = generate_sorted(self._generate, prompts, self.batch_size, **options)
             for number, row in zip(numbers, rows, strict=True):
-                texts[number] = row.text
-                self.cache_hook.add_partial("generate_until", requests[number].args, row.text)
+                texts[number] = self._text(row.ids, options["stop"])
+                self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
         return texts
+
+    def _text(self, ids: list[int], stop: Sequence[str]) -> str:
+        """Of the new tokens alone, as lm-eval decodes them: some tokenizers write no space before a first word."""
+        return postprocess_generated_text(self._tokenizer.decode(ids), list(stop), None)
 
     def _generate(self, prompts: list[list[int]], **options: Any) -> Any:
         return generate(self._model, prompts, **options)

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from jtrain.cli.main import main
+from jtrain.tasks import evaluate
+from jtrain.tasks.generate import Generation
 from tests.peers.make_eval_goldens import write_folder
 
 
@@ -28,14 +30,22 @@ def data(tmp_path):
     return str(file)
 
 
-def test_json_is_one_object_and_everything_else_goes_to_standard_error(folder, data, tmp_path, capsys):
+def test_json_is_one_object_and_everything_else_goes_to_standard_error(folder, data, tmp_path, capsys, monkeypatch):
+    def generate(model, prompts, **options):
+        return [Generation("w0", [], [], "stop", ids) for ids in prompts]
+
+    monkeypatch.setattr(evaluate, "generate", generate)
     answers = tmp_path / "answers.jsonl"
     args = ["--metrics", "exact_match,chrf", "--max-new-tokens", "2", "--limit", "2", "--predictions", str(answers)]
     assert main(["eval", folder, "--data", data, "--json", *args]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert {"eval_loss", "perplexity", "eval_exact_match", "eval_chrf"} <= set(found)
-    assert found["target_tokens"] == 6 and set(found["signatures"]) == {"exact_match", "chrf"}
+    assert (
+        found["eval_exact_match"] == 0.5
+        and found["target_tokens"] == 6
+        and set(found["signatures"]) == {"exact_match", "chrf"}
+    )
     assert "3 examples (prompt and completion; completions are scored)" in said.err and "2 prompts" in said.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [(row["prompt"], row["reference"]) for row in rows] == [("w0", " w0"), ("w1", " w1")]

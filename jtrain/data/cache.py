@@ -110,7 +110,7 @@ def open_store(
         (root / "tokens").mkdir(parents=True, exist_ok=True)
         (root / "files").mkdir(parents=True, exist_ok=True)
     digests = [_file_digest(path, root / "files") for path, _ in files]
-    recipe = {k: v for k, v in asdict(options.recipe).items() if k not in ("bad_limit", "title")}
+    recipe = {k: v for k, v in asdict(options.recipe).items() if k not in ("bad_limit", "title", "folder")}
     identity = [CACHE_VERSION, [*zip(digests, (kind for _, kind in files), strict=True)], tokenizer.fingerprint, recipe]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     path = root / "tokens" / key

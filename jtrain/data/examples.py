@@ -71,7 +71,8 @@ def make_encoder(recipe: ExampleRecipe, tokenizer: Tokenizer) -> Encoder:
       DataError: its chat template is none, or the tokenizer lacks a token.
     """
     module, _, function = ENCODERS[recipe.kind].partition(":")
-    return getattr(importlib.import_module(module), function)(tokenizer, **recipe.options, title=recipe.title)
+    more = {"folder": recipe.folder} if recipe.folder else {}
+    return getattr(importlib.import_module(module), function)(tokenizer, **recipe.options, **more, title=recipe.title)
 
 
 def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
@@ -165,7 +166,7 @@ def with_images(
     fingerprint = store.fingerprint
     if store.path is None:  # that of a cache stands for the records, with all that is in them
         fingerprint = hashlib.blake2b(fingerprint.encode() + data.tobytes(), digest_size=16).hexdigest()
-    return replace(store, images=StoredImages(data, edges, starts, size), fingerprint=fingerprint)
+    return replace(store, images=StoredImages(data, edges, starts, size, recipe.folder), fingerprint=fingerprint)
 
 
 def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ def image_sft_encoder(
     *,
     image_token: str,
     image_tokens: int,
-    image_folder: str,
+    folder: str,
     template: str | None,
     special_tokens: Mapping[str, str],
     append_eos: bool,
@@ -51,7 +51,7 @@ def image_sft_encoder(
     Args:
       image_token: the text that stands for an image.
       image_tokens: tokens of an image.
-      image_folder: what paths of images are relative to.
+      folder: what paths of images are relative to.
       template, special_tokens, append_eos, prepend_bos, title, options: as in `sft_encoder`.
     """
     token_id = tokenizer.token_to_id(image_token)
@@ -67,9 +67,11 @@ def image_sft_encoder(
         found = encode(plain)
         held = sum(example.ids.count(images.token_id) for example in found)
         check_count(held, len(sources), images)
-        payloads = [payload_of(source, image_folder) for source in sources]
+        payloads = [payload_of(source) for source in sources]
         for payload in payloads:
-            open_payload(payload)  # damaged or missing: said with the record's number, before anything is trained
+            open_payload(
+                payload, folder
+            )  # damaged or missing: said with the record's number, before anything is trained
         return [
             example._replace(
                 targets=[
@@ -304,12 +306,8 @@ def _decoded(text: str) -> bytes:
 # -- what is kept of an image ------------------------------------------------------------------------------------------
 
 
-def payload_of(source: Any, folder: str) -> bytes:
-    """What the cache keeps of an image: its path, or its encoded bytes.
-
-    Args:
-      source: what a record has.
-      folder: what a path is relative to.
+def payload_of(source: Any) -> bytes:
+    """What the cache keeps of an image of a record: its path, or its encoded bytes.
 
     Raises:
       DataError: an address of the network, or nothing that is an image.
@@ -324,8 +322,7 @@ def payload_of(source: Any, folder: str) -> bytes:
         scheme, mark, rest = source.partition("://")
         if mark and scheme != "file":
             raise DataError(f"the image {source} is an address", "Download it: images are read from local files.")
-        path = os.path.expanduser(rest if mark else source)
-        return _PATH + os.path.normpath(os.path.join(folder, path)).encode()
+        return _PATH + (rest if mark else source).encode()
     if isinstance(source, bytes | bytearray | memoryview):
         return _BYTES + bytes(source)
     image = read_image(source)
@@ -338,15 +335,19 @@ def payload_of(source: Any, folder: str) -> bytes:
     return _BYTES + file.getvalue()
 
 
-def open_payload(payload: bytes) -> Any:
+def open_payload(payload: bytes, folder: str) -> Any:
     """The image that a payload stands for.
+
+    Args:
+      payload: what `payload_of` gave.
+      folder: what its path is relative to.
 
     Raises:
       DataError: it is missing or damaged.
     """
     if payload[:1] == _BYTES:
         return read_image(payload[1:])
-    path = payload[1:].decode()
+    path = os.path.normpath(os.path.join(folder, os.path.expanduser(payload[1:].decode())))
     if not os.path.isfile(path):  # a long text would be taken for base64
         raise DataError(
             f"the image {path} does not exist", "Write paths relative to the file of the records, or whole ones."

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from jtrain.data.rows import PackedRows
     from jtrain.data.store import TokenStore
 
-Transform = Callable[[bytes], np.ndarray]
-"""From what a store keeps of an image to its pixels, float32 [height, width, channels]."""
+Transform = Callable[[bytes, str], np.ndarray]
+"""From what a store keeps of an image, and the folder of its path, to its pixels, float32 [height, width, channels]."""
 
 
 def transform_of(images: ImageProcessor | None) -> Transform | None:
@@ -25,7 +25,7 @@ def transform_of(images: ImageProcessor | None) -> Transform | None:
         return None
     from jtrain.data.image_conversations import open_payload
 
-    return lambda payload: images.transform(open_payload(payload))
+    return lambda payload, folder: images.transform(open_payload(payload, folder))
 
 
 class PlannedImages:
@@ -58,7 +58,7 @@ class PlannedImages:
     def image(self, number: int) -> np.ndarray:
         """An image of the store."""
         try:
-            return self._transform(self._images[number])
+            return self._transform(self._images[number], self._images.folder)
         except DataError as error:  # it was there when the records were read
             example = int(np.searchsorted(self._store.edges, self._images.starts[number], side="right")) - 1
             raise DataError(f"{error.message} (of example {example})", error.remedy) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -62,11 +63,8 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
             + ": no message of an assistant",
             "Give messages, or write sft.assistant_only_loss: false.",
         )
-    of_images: dict[str, Any] = {}
-    if images is not None:
-        folder = folder_of(source, field)
-        of_images = {"image_token": images.token, "image_tokens": images.tokens, "image_folder": folder}
-    return example_recipe(
+    of_images = {} if images is None else {"image_token": images.token, "image_tokens": images.tokens}
+    recipe = example_recipe(
         "sft" if images is None else "sft_images",
         config,
         tokenizer,
@@ -77,6 +75,7 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
         assistant_only=section.assistant_only_loss,
         **of_images,
     )
+    return recipe if images is None else dataclasses.replace(recipe, folder=folder_of(source, field))
 
 
 def has_images(record: Mapping[str, Any]) -> bool:

@@ -19,12 +19,14 @@ class StoredImages:
       edges: int64 [images + 1]; image n is data[edges[n]:edges[n + 1]].
       starts: int64 [images], the first token of each, in the store.
       tokens: how many tokens each has.
+      folder: what their paths are relative to.
     """
 
     data: np.ndarray
     edges: np.ndarray
     starts: np.ndarray
     tokens: int
+    folder: str = ""
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -48,12 +48,14 @@ class ExampleRecipe:
       options: its arguments, as JSON has them: with the contents of the files they decide the cache.
       bad_limit: as in `Recipe`.
       title: of the chat template, for messages; not a part of the cache's name.
+      folder: what paths in the records are relative to; no part of it, either: the records may move with their files.
     """
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     bad_limit: int = 0
     title: str = "the chat template"
+    folder: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -52,6 +52,11 @@ def export_adapter(
     if not isinstance(opened, RunModel) or opened.lora is None:
         raise ConfigError(f"{os.fspath(run)} has no adapters", "leave --lora out, or give a run with model.lora.rank")
     lora, decoder = opened.lora, opened.decoder
+    if decoder.images is not None:
+        raise ConfigError(
+            f"{os.fspath(run)} has trained its projector beside the adapters, which a folder of adapters does not hold",
+            "leave --lora out: the whole model is written, with the adapters merged",
+        )
     adapters = load_adapters(opened.path, decoder, lora)
     shapes, layers, modules = _modules(decoder, family_for(decoder, opened.companions))
     files = peft.adapter_files(lora, adapters, modules, _base(opened.path))

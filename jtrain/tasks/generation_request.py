@@ -135,7 +135,7 @@ def read_prompt(tokenizer: Tokenizer | None, prompt: Any) -> tuple[list[int], li
     encoder = ImageChatEncoder(tokenizer, images, load_chat_template(tokenizer), append_eos=False)
     ids = encoder.prompt(record["messages"])
     check_count(ids.count(images.token_id), len(sources), images)
-    return ids, [images.transform(open_payload(payload_of(source, os.getcwd()))) for source in sources]
+    return ids, [images.transform(open_payload(payload_of(source), os.getcwd())) for source in sources]
 
 
 def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:

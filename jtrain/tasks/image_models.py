@@ -27,6 +27,7 @@ def settle_images(config: Config, decoder: DecoderConfig, tokenizer: Tokenizer, 
       DataError: a tokenizer that says something else of images than the model.
     """
     if decoder.images is None:
+        tokenizer.images = None  # that of a model that sees (data.tokenizer), beside one that does not
         return config
     if not reads:
         raise ConfigError(

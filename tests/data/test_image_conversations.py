@@ -310,6 +310,19 @@ def test_a_cache_is_read_as_it_was_made(tmp_path):
         np.testing.assert_array_equal(values, first[name])
 
 
+def test_records_may_move_with_their_pictures(tmp_path):
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(base64.b64decode(PNG))
+        path = tmp_path / name / "rows.jsonl"
+        path.write_text(json.dumps(chat({"type": "image", "path": "x.png"}, text("w1"))) + "\n")
+        found.append(rows_of(tmp_path, str(path)))
+    assert found[0].fingerprint == found[1].fingerprint
+    (tmp_path / "a" / "x.png").unlink()
+    assert found[1].rows(np.arange(1))["pixel_values"].any()
+
+
 def test_images_in_memory_are_kept_without_a_loss():
     from PIL import Image
 
@@ -317,7 +330,7 @@ def test_images_in_memory_are_kept_without_a_loss():
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     for source in (pixels, Image.fromarray(pixels), file.getvalue(), {"bytes": file.getvalue(), "path": "x.png"}):
-        np.testing.assert_array_equal(np.asarray(open_payload(payload_of(source, "."))), pixels)
+        np.testing.assert_array_equal(np.asarray(open_payload(payload_of(source), ".")), pixels)
 
 
 def test_a_record_without_images_is_left_alone():

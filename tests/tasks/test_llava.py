@@ -242,6 +242,15 @@ def test_adapters_belong_to_the_language_part_and_the_projector_is_trained_besid
     assert {path.partition("/")[0] for path in others} == {"multi_modal_projector"}
 
 
+def test_the_tokenizer_of_a_model_that_sees_gives_another_none_of_its_images(tmp_path):
+    tokenizer = load_tokenizer(str(HERE / KINDS[0]))
+    config = load_config(settings(tmp_path), (), {})
+    text = open_model(HERE / KINDS[0]).decoder.replace(images=None)
+    assert settle_images(config, text, tokenizer, task="sft", reads=True) == config
+    with pytest.raises(DataError, match="reads text alone"):
+        build_data(config, tokenizer, train=ROWS)
+
+
 def test_other_tasks_refuse_a_model_that_sees(tmp_path):
     config = load_config(settings(tmp_path), (), {})
     opened = open_model(HERE / KINDS[0])

@@ -110,7 +110,11 @@ OWN = {"devices": 8, "mesh": "fsdp=2,tensor=2", "roles": {"reference": "devices=
 LAYOUTS = {
     "another layout": ONE | {"roles": {"reference": "fsdp=4"}},
     "devices of its own": OWN,
-    "a pipeline beside": {"devices": 8, "mesh": "fsdp=2,tensor=2,pipeline=2", "roles": {"reference": "data=2,fsdp=2"}},
+    "a pipeline beside": {
+        "devices": 8,
+        "mesh": "fsdp=2,tensor=2,pipeline=2",
+        "roles": {"reference": "fsdp=4,tensor=2"},
+    },
 }
 
 
@@ -118,10 +122,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("other", [False, True], ids=["copy", "other model"])
 def test_a_run_does_not_mind_where_its_reference_lies(place, other):
     section, lines = {"ref_model": str(place / "other")} if other else {}, {}
+    # A policy that is its reference has rewards of 0, which are larger or smaller by rounding.
+    figures = ["loss", *(name for name in FIGURES if other or name != "rewards/accuracies")]
     for name, layout in {"one mesh": ONE, **LAYOUTS}.items():
         config = settings(place, "dpo", dpo=section, max_steps=3, **layout) | {"run_dir": str(place / name)}
         trainer = trained(config, PAIRS, eval_dataset=PAIRS[:3])  # three rows: filled up for both meshes
-        lines[name] = [line[figure] for line in trainer.history.train for figure in ("loss", *FIGURES)]
+        lines[name] = [line[figure] for line in trainer.history.train for figure in figures]
         lines[name].append(trainer.history.eval[-1]["eval_loss"])
     for name in LAYOUTS:
         # A pipeline adds in another order.

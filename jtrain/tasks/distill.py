@@ -86,6 +86,11 @@ class DistillTrainer(SFTTrainer):
                 "Name a language model.",
             )
         self._any_length = "max_length" not in config.model_fields_set
+        if config.model.path is None and config.data.tokenizer is None:  # then it is the teacher's
+            theirs = self._opened.tokenizer()
+            if theirs is not None:
+                data = config.data.model_copy(update={"tokenizer": theirs.spec})
+                config = config.model_copy(update={"data": data})
         return config
 
     def adapt(self, source: ModelSource) -> None:
@@ -280,6 +285,6 @@ def _with_table(split: str, rows: Any) -> TeacherRows:
     if isinstance(rows, TrainRows | EvalRows):
         return TeacherRows(rows)
     raise ConfigError(
-        f"distill.precompute_teacher: true, and the {split} data is rows of tokens in memory, which have no fingerprint",
+        f"distill.precompute_teacher: true, and the {split} data is rows of tokens in memory: they have no fingerprint",
         "Give files or records, or write distill.precompute_teacher: false.",
     )

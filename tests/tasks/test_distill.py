@@ -57,6 +57,7 @@ def test_the_first_step_has_trls_loss_and_norm_of_gradient(place, golden):
 
 
 @grid
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "section",
     [{}, {"top_k": 5, "loss": "reverse_kl"}, {"loss": "jsd", "beta": 0.3, "ce_weight": 0.5, "temperature": 2.0}],

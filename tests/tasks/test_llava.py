@@ -19,6 +19,7 @@ from jtrain.data.build import build_data
 from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.models.lora import ADAPTER, Lora
+from jtrain.tasks.adapter_export import export_adapter
 from jtrain.tasks.adapters import decoder_factory
 from jtrain.tasks.exporting import export
 from jtrain.tasks.generate import generate
@@ -388,4 +389,9 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     run("parts", stop_at=2)
     parts = run("parts")
     assert bits(parts.state) == bits(whole.state)
+    merged = load_model(str(tmp_path / "whole" / "run"))  # the adapters in the kernels, the projector as it was trained
+    kernel = "multi_modal_projector/linear_1/kernel"
+    np.testing.assert_array_equal(arrays.flatten(merged.params)[kernel], arrays.flatten(whole.state.params)[kernel])
+    with pytest.raises(ConfigError, match="projector"):
+        export_adapter(str(tmp_path / "whole" / "run"), tmp_path / "adapter")
     assert [line["loss"] for line in parts.history.train] == [line["loss"] for line in whole.history.train][-2:]

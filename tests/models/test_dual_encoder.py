@@ -74,7 +74,9 @@ def test_config_and_tensors_go_out_as_they_came_in(golden):
     assert dual_encoder_config(dual_encoder_json(config)) == config
     disk, params = HfFolder(folder), arrays.flatten(loaded.params)
     for name, tensor in match(disk, dual_encoder_tensors(config)):
-        np.testing.assert_array_equal(tensor_of(tensor, params, {}, "float32"), disk.read(name))
+        written = tensor_of(tensor, params, {}, "float32")
+        assert written.shape == disk.entries[name].shape
+        np.testing.assert_array_equal(written, disk.read(name))
 
 
 def test_the_first_clips_take_the_largest_token_for_a_text():

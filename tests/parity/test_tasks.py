@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(name, model, tmp_path):
     shared |= MESH if name in ON_A_MESH else {}
     whole = trainer_for(name, model, tmp_path / "whole", **shared)
     trainer_for(name, model, tmp_path / "parts", stop_at=2, **shared)
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a table of a reference is in the run, too
     parts = trainer_for(name, model, tmp_path / "parts", **shared)
     assert bits(parts.state) == bits(whole.state)
     assert parts.counters == whole.counters

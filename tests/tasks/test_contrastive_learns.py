@@ -1,0 +1,18 @@
+"""That CLIP and SigLIP learn: the bundled digits with captions, as `jtrain train digits` trains them."""
+
+import pytest
+
+from jtrain import ContrastiveTrainer
+
+
+@pytest.mark.learn
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("preset", ["clip-tiny", "siglip-tiny"])
+def test_held_out_digits_are_named_with_no_label_seen(preset, tmp_path):
+    """300 steps on 1,438 pictures; a digit is named by the caption that its picture is nearest to."""
+    options = {"devices": 1, "run_dir": str(tmp_path / "run"), "compile_cache": str(tmp_path / "xla")}
+    trainer = ContrastiveTrainer("digits", model=preset, **options)
+    before = trainer.evaluate()["eval_zero_shot_accuracy"]
+    after = trainer.fit().eval[-1]["eval_zero_shot_accuracy"]
+    print(f"{preset}: zero-shot accuracy {before:.3f} -> {after:.3f}")
+    assert before < 0.3 and after >= 0.9

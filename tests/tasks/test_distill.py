@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jtrain import Callback, DistillTrainer, generate, load_model
+from jtrain import Callback, DistillTrainer
 from jtrain.config.load import load_config
 from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.tasks.distill_loss import distillation_of
@@ -44,10 +44,7 @@ def config_of(place, section=(), **changes):
 
 @pytest.mark.parametrize(
     "golden",
-    [
-        pytest.param(case, marks=() if number == 2 else grid, id=str(case["options"]))
-        for number, case in enumerate(GOLDEN["cases"])
-    ],
+    [pytest.param(case, marks=grid, id=str(case["options"])) for case in GOLDEN["cases"]],
 )
 def test_the_first_step_has_trls_loss_and_norm_of_gradient(place, golden):
     line = first_line(config_of(place, golden["options"]), ROWS)
@@ -134,7 +131,8 @@ def resumes_alike(place, config):
 def test_a_table_is_made_once_and_says_what_the_teacher_says(place, monkeypatch):
     config = config_of(place, GOLDEN["cases"][5]["options"] | {"precompute_teacher": True})
     first = trained(config, ROWS)
-    assert first.history.train[0]["loss"] == pytest.approx(GOLDEN["cases"][5]["loss"], rel=1e-5)
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):  # TRL's numbers, by way of the table
+        assert first.history.train[0][name] == pytest.approx(GOLDEN["cases"][5][name], rel=tolerance)
     assert first._teacher is None  # not in memory any more
     (folder,) = (place / "cache/teacher").glob("*[!k]")
     shapes = {path.stem: np.load(path).shape for path in folder.glob("*.npy")}
@@ -186,11 +184,12 @@ def test_completions_of_the_teacher_are_drawn_as_the_section_says(place):
     trainer = DistillTrainer(config_of(place, section), train_dataset=ROWS)
     with trainer.train_loader() as loader:
         batch = trainer.prepare(loader[0], trainer.state.params, trainer.state.variables)
-    teacher = load_model(place / "teacher")
+    labels, logps = (np.asarray(batch[name])[0] for name in ("labels", "teacher_logps"))
     for row, record in enumerate(ROWS):
-        labels = np.asarray(batch["labels"])[0, row]
-        (wanted,) = generate(teacher, record["prompt"], max_new_tokens=5)
-        assert labels[labels != -100].tolist() == wanted.ids
+        live, first = np.flatnonzero(labels[row] != -100), len(record["prompt"].split())
+        assert live[0] == first and 1 <= len(live) <= 5
+        # At temperature 0 every token is what the teacher, reading the whole row, finds likeliest.
+        assert labels[row][live].tolist() == logps[row][live - 1].argmax(-1).tolist()
     assert "on_policy" not in batch and batch["teacher_logps"].shape == (1, 4, 32, 96)
 
 

@@ -1,40 +1,49 @@
-"""That distillation learns: the recipe distill-tiny, beside the same student trained without its teacher."""
+"""That distillation learns where data is scarce: the student of the recipe distill-tiny on eight chapters."""
+
+import gzip
+import json
 
 import pytest
 
 from jtrain import DistillTrainer
+from jtrain.config.paths import recipe_folder
 
 
 @pytest.mark.learn
 @pytest.mark.timeout(1500)
-def test_half_of_the_gap_to_the_teacher_is_closed_and_more_than_without_it(tmp_path):
-    """The gap is that of held-out losses: the student's before training minus the teacher's.
+def test_half_of_the_gap_to_the_teacher_is_closed(tmp_path):
+    """The gap is that of held-out losses (cross-entropy of six other chapters) of the teacher and of the same student,
+    from the same random numbers, trained as long on the same rows without its teacher: on their cross-entropy.
 
-    Beside it the same student, from the same random numbers, on the cross-entropy of the same rows alone. Of its
-    distance to the teacher (KL on held-out text) more than the distilled student's is left.
+    Printed besides: the gap to the student before training, and to the best evaluation of the one without a teacher.
     """
+    with gzip.open(recipe_folder() / "assets/kjv-gospels.jsonl.gz", "rt") as file:
+        chapters = [json.loads(line) for line in file]
 
     def run(name, **section):
         trainer = DistillTrainer(
             "distill-tiny",
+            train_dataset=chapters[:8],
+            eval_dataset=chapters[-6:],
             devices=1,
             run_dir=str(tmp_path / name),
             compile_cache=str(tmp_path / "xla"),
             distill=section,
-            eval={"eval_steps": 0},
         )
         before = trainer.evaluate()
-        return before, trainer.fit().eval[-1]
+        return [before, *trainer.fit().eval]
 
-    before, after = run("distilled")
-    _, alone = run("alone", ce_weight=1.0)  # the loss is the labels' cross-entropy
-    teacher = before["eval_teacher_nll"]
-    gap, left = before["eval_nll"] - teacher, after["eval_nll"] - teacher
-    print(
-        f"held-out loss: teacher {teacher:.4f}, student {before['eval_nll']:.4f} -> {after['eval_nll']:.4f} "
-        f"({1 - left / gap:.0%} of the gap closed), without teacher {alone['eval_nll']:.4f}; "
-        f"KL {before['eval_kl']:.4f} -> {after['eval_kl']:.4f}, without teacher {alone['eval_kl']:.4f}; "
-        f"agreement {after['eval_agreement']:.1%}, without teacher {alone['eval_agreement']:.1%}"
-    )
-    assert gap > 1.0 and left <= 0.5 * gap
-    assert after["eval_kl"] <= 0.75 * alone["eval_kl"]
+    distilled, alone = run("distilled"), run("alone", ce_weight=1.0)  # there the loss is the labels' cross-entropy
+    teacher, after = distilled[0]["eval_teacher_nll"], distilled[-1]["eval_nll"]
+    gaps = {
+        "without a teacher": alone[-1]["eval_nll"] - teacher,
+        "without a teacher, at its best": min(line["eval_nll"] for line in alone) - teacher,
+        "before training": distilled[0]["eval_nll"] - teacher,
+    }
+    closed = {name: 1 - (after - teacher) / gap for name, gap in gaps.items()}
+    print(f"held-out loss: teacher {teacher:.4f}, distilled {after:.4f}")
+    for name, gap in gaps.items():
+        print(f"gap to the student {name}: {gap:.4f}, {closed[name]:.0%} of it closed")
+    print(f"KL on held-out text: {distilled[-1]['eval_kl']:.4f}, without a teacher {alone[-1]['eval_kl']:.4f}")
+    assert gaps["without a teacher"] > 0.5 and closed["without a teacher"] >= 0.5
+    assert distilled[-1]["eval_kl"] <= 0.5 * alone[-1]["eval_kl"]

@@ -41,6 +41,7 @@ class HeldOutAnswers:
           DataError: records without answers.
         """
         rows = self._trainer.eval_rows
+        rows = getattr(rows, "plain", rows)  # with something beside them
         if rows is None:
             raise ConfigError(
                 f"{self._named()} without evaluation data", "write data.eval: a path, or a fraction such as 0.1"

@@ -130,12 +130,9 @@ def open_store(
     store = TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
     if not meta.get("images"):
         return store
-    from jtrain.data.examples import with_images
+    from jtrain.data.examples import with_cached_images
 
-    assert isinstance(options.recipe, ExampleRecipe)
-    lengths = np.fromfile(path / "image_lengths.bin", np.int64)
-    data = np.memmap(path / "images.bin", np.uint8, "r") if len(lengths) else np.zeros(0, np.uint8)
-    return with_images(store, tokenizer, options.recipe, data, lengths)
+    return with_cached_images(store, tokenizer, options.recipe)
 
 
 def open_plan(

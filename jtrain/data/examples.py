@@ -21,7 +21,7 @@ from jtrain.data.cache import CacheOptions
 from jtrain.data.files import find_files, kind_of
 from jtrain.data.sources import Bad, Chunk, plan_chunks, read_records
 from jtrain.data.store import StoredImages, TokenStore
-from jtrain.data.tokenise import ChunkResult, ExampleRecipe, token_dtype
+from jtrain.data.tokenise import AnyRecipe, ChunkResult, ExampleRecipe, token_dtype
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError, StorageError
 
@@ -145,6 +145,14 @@ def example_store(
     payloads = [payload for of_example in images for payload in of_example]
     data = np.frombuffer(b"".join(payloads), np.uint8)
     return with_images(store, tokenizer, options.recipe, data, np.asarray([len(one) for one in payloads], np.int64))
+
+
+def with_cached_images(store: TokenStore, tokenizer: Tokenizer, recipe: AnyRecipe) -> TokenStore:
+    """A store of a cache with the images that lie beside its tokens."""
+    assert isinstance(recipe, ExampleRecipe) and store.path is not None
+    lengths = np.fromfile(store.path / "image_lengths.bin", np.int64)
+    data = np.memmap(store.path / "images.bin", np.uint8, "r") if len(lengths) else np.zeros(0, np.uint8)
+    return with_images(store, tokenizer, recipe, data, lengths)
 
 
 def with_images(

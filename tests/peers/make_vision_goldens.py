@@ -54,13 +54,13 @@ def make(kind: str) -> None:
     folder.mkdir(parents=True)
     text = SIZES | {"vocab_size": len(WORDS), "max_position_embeddings": 8, "pad_token_id": 0, "bos_token_id": 1}
     text["eos_token_id"] = 3
-    vision = SIZES | {"hidden_size": 12, "num_attention_heads": 3, "image_size": 12, "patch_size": 4}
+    vision = SIZES | {"num_attention_heads": 4, "image_size": 12, "patch_size": 4}
     if kind == "clip":
         config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=10)
         processor = CLIPImageProcessorPil(size={"shortest_edge": 13}, crop_size={"height": 12, "width": 12})
         model = CLIPModel(config)
     else:
-        config = SiglipConfig(text_config=text | {"projection_size": 12}, vision_config=vision)
+        config = SiglipConfig(text_config=text | {"projection_size": 16}, vision_config=vision)
         processor = SiglipImageProcessorPil(size={"height": 12, "width": 12})
         model = SiglipModel(config)
     generator = torch.Generator().manual_seed(1)

@@ -130,7 +130,7 @@ def open_store(
     store = TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
     if not meta.get("images"):
         return store
-    from jtrain.data.examples import with_cached_images
+    from jtrain.data.examples import with_cached_images  # it reads options of this module
 
     return with_cached_images(store, tokenizer, options.recipe)
 
@@ -315,8 +315,7 @@ def _is_whole(path: Path) -> bool:
             whole = (path / "targets.bin").stat().st_size == meta["tokens"]
             whole = whole and (path / "values.bin").stat().st_size == 4 * meta["documents"]
         if whole and meta.get("images"):
-            lengths = np.fromfile(path / "image_lengths.bin", np.int64)
-            whole = (path / "images.bin").stat().st_size == int(lengths.sum())
+            whole = (path / "images.bin").stat().st_size == np.fromfile(path / "image_lengths.bin", np.int64).sum()
         return bool(whole)
     except (OSError, ValueError, KeyError, EOFError):
         return False

@@ -33,6 +33,8 @@ from jtrain.train.loss import LossFn
 
 _READ = ("input_ids", "position_ids", "segment_ids", "labels", "pixel_values")
 """What the teacher reads of a batch."""
+_LOOKED_AT = 1 << 20
+"""Tokens of a source among which one at least belongs to a prompt."""
 
 
 class DistillTrainer(SFTTrainer):
@@ -67,6 +69,7 @@ class DistillTrainer(SFTTrainer):
                     f"model.path: {self.config.model.path} sees, and completions are drawn from texts alone",
                     "Write distill.on_policy_fraction: 0, and distill.seq_kd: false.",
                 )
+            _check_prompts(self.train_rows)
             self.train_rows = NumberedRows(self.train_rows, self.program.batch.total)
 
     # -- what is particular: config, loss, figures
@@ -279,6 +282,22 @@ class DistillTrainer(SFTTrainer):
                 folder, rows.in_order(), self.program, self._of_teacher, size, config.distill.precompute_dtype
             )
         return table, name
+
+
+def _check_prompts(rows: Any) -> None:
+    """Sees that completions have a beginning.
+
+    Raises:
+      ConfigError: every token of a source is learned.
+    """
+    for source in rows.sources if isinstance(rows, TrainRows) else ():
+        targets = source.store.targets
+        if targets is None or np.asarray(targets[:_LOOKED_AT]).all():
+            raise ConfigError(
+                f"completions are to be drawn, and of the training data ({source.title}) every token is learned: no "
+                "prompt is known",
+                "Give prompts with completions, or messages with sft.assistant_only_loss: true.",
+            )
 
 
 def _with_table(split: str, rows: Any) -> TeacherRows:

@@ -232,6 +232,12 @@ def test_options_that_do_not_go_together_are_refused(place, section, message):
         trained(config_of(place, section), ROWS)
 
 
+def test_completions_without_a_prompt_are_refused(place):
+    section = {"on_policy_fraction": 0.5, "max_completion_length": 6}
+    with pytest.raises(ConfigError, match="every token is learned: no prompt is known"):
+        DistillTrainer(config_of(place, section), train_dataset=[{"text": "w5 w6 w7"}])
+
+
 @pytest.mark.parametrize(
     "section",
     [

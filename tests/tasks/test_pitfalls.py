@@ -23,7 +23,7 @@ from jtrain.tasks.language_loss import next_token_loss
 from tests.data.test_pairs import P, pair_rows, store_of, words
 from tests.tasks.preferences import RUNS, first_line, settings, trained, word_model
 from tests.train.linear import linear_batch, linear_program
-from tests.train.tiny import LENGTH, tiny_program, tiny_rows
+from tests.train.tiny import LENGTH, put, tiny_program, tiny_rows
 
 grid = pytest.mark.grid
 PAIRS = RUNS["pairs"]
@@ -154,8 +154,7 @@ def test_one_live_token_in_the_batch_has_the_gradient_of_one_device(mesh):
     for where in (None, mesh):
         sizes = [int(part.partition("=")[2]) for part in (where or "data=1").split(",")]
         program = tiny_program(where, devices=int(np.prod(sizes)), global_batch_size=4)
-        batch = {name: jax.device_put(x[None], program.batch_sharding) for name, x in rows.items()}
-        _, metrics = program.train_step(program.init(), batch)
+        _, metrics = program.train_step(program.init(), put(program, rows))
         found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
 

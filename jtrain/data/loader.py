@@ -110,9 +110,10 @@ class DataLoader:
                 cut = {name for name, values in host.items() if values.ndim == 2} | self._per_token
                 host = {name: values[:, :length] if name in cut else values for name, values in host.items()}
         if "pixel_values" in host and self._image_slots is not None:
-            images = host["pixel_values"]
-            more = self._image_slots(step * self._size + np.arange(self._size)) - images.shape[1]
-            host["pixel_values"] = np.pad(images, ((0, 0), (0, more), *[(0, 0)] * (images.ndim - 2)))
+            images, slots = host["pixel_values"], self._image_slots(step * self._size + np.arange(self._size))
+            if slots is not None:
+                more = slots - images.shape[1]
+                host["pixel_values"] = np.pad(images, ((0, 0), (0, more), *[(0, 0)] * (images.ndim - 2)))
         host["row"] = self._mine.astype(np.int32)
         return {name: self._put(values) for name, values in host.items()}
 

@@ -49,6 +49,11 @@ class FilledRows:
         length = getattr(self._rows, "batch_length", None)
         return None if length is None else length(self._numbers(indices))
 
+    def image_slots(self, indices: np.ndarray) -> int | None:
+        """What the rows say, where they say it."""
+        slots = getattr(self._rows, "image_slots", None)
+        return None if slots is None else slots(self._numbers(indices))
+
     def _numbers(self, indices: np.ndarray) -> np.ndarray:
         batch, place = np.divmod(np.asarray(indices), self.size)
         return np.where(place >= self._count, len(self._rows), batch * self._count + place)

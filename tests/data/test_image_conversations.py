@@ -19,10 +19,11 @@ from jtrain.data.build import build_data
 from jtrain.data.image_conversations import for_template, open_payload, payload_of, take_images
 from jtrain.data.loader import DataLoader
 from jtrain.data.packing import plan_examples
-from jtrain.data.rows import IGNORE
+from jtrain.data.rows import IGNORE, EvalRows
 from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.parallel.mesh import make_mesh
+from jtrain.train.evaluation import FilledRows
 
 HERE = Path(__file__).parents[1] / "tasks" / "fixtures" / "llava"
 ROWS = json.loads((HERE / "rows.json").read_text())
@@ -286,6 +287,16 @@ def test_a_batch_has_room_for_the_most_images_of_its_rows_in_every_process(tmp_p
     assert first["pixel_values"].shape == (2, 1, 1, 16, 16, 3)
     assert second["pixel_values"].shape == (2, 1, 2, 16, 16, 3)
     np.testing.assert_array_equal(first["pixel_values"], again["pixel_values"])
+
+
+def test_an_evaluation_has_as_much_room_in_every_process(tmp_path, monkeypatch):
+    rows = FilledRows(EvalRows(rows_of(tmp_path, ROWS).sources), 3, 2)  # rows 0, 1, 2, -; 3, 4, -, -
+    assert rows.image_slots(np.arange(4)) == 2
+    monkeypatch.setattr(DataLoader, "_local_rows", lambda loader: np.arange(2))  # of a process without row 2, which has
+    monkeypatch.setattr(DataLoader, "_put", lambda loader, values: values)  # two images
+    sharding = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec(None, ("data", "fsdp")))
+    with DataLoader(rows, global_batch_size=4, sharding=sharding, prefetch=0) as loader:
+        assert loader[0]["pixel_values"].shape[:2] == (2, 2)
 
 
 def test_rows_of_a_source_without_images_stand_beside_others(tmp_path):

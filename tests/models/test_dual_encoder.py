@@ -52,6 +52,7 @@ def everything(module, pixels, ids):
     return *module.embed(pixels, ids), module(pixels, ids), hidden, negative
 
 
+@pytest.mark.grid  # tests/tasks/test_contrastive.py has CLIP's by default
 def test_loss_and_the_norm_of_its_gradient_are_those_of_transformers(golden):
     _, wanted, loaded = golden
 

@@ -128,6 +128,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     assert [[line["loss"], line["grad_norm"]] for line in history] == [line[:2] for line in whole[3:]]
 
 
+@grid
 def test_a_run_is_evaluated_and_exported_and_read_again(tmp_path):
     """One run through everything: zero-shot figures, another batch size, RUN, import and export alike."""
     with np.load(DIGITS) as file:

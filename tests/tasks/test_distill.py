@@ -78,6 +78,7 @@ def test_accumulation_and_meshes_change_nothing(place, section):
         np.testing.assert_allclose(other, figures[0], rtol=2e-5, atol=2e-6)
 
 
+@grid
 def test_an_evaluation_counts_tokens_whatever_the_batch_the_mesh_and_the_packing(place):
     """One device, rows of one example; then two devices, rows that are packed, batches of another size."""
     section = {"top_k": 7, "ce_weight": 0.25}
@@ -158,6 +159,7 @@ def test_another_teacher_than_that_of_the_table_is_noticed(place):
         trained(config, ROWS)
 
 
+@grid
 def test_a_step_on_the_students_own_completions_scores_these_alone(place):
     section = {"on_policy_fraction": 1.0, "max_completion_length": 6, "ce_weight": 0.5}
     trainer = DistillTrainer(config_of(place, section), train_dataset=ROWS)
@@ -179,6 +181,7 @@ def test_a_step_on_the_students_own_completions_scores_these_alone(place):
         assert (labels[live] == ids[live]).all() and held.sum() == len(prompt) + len(live)
 
 
+@grid
 def test_completions_of_the_teacher_are_drawn_as_the_section_says(place):
     section = {"seq_kd": True, "max_completion_length": 5, "sampling_temperature": 0.0}
     trainer = DistillTrainer(config_of(place, section), train_dataset=ROWS)

@@ -94,6 +94,7 @@ def test_they_are_those_of_the_models_own_answers(run):
     assert [event["reference"] for event in samples] == [row["completion"] for row in HELD_OUT[:2]]
 
 
+@pytest.mark.grid
 def test_answers_change_nothing_of_the_training(run, folder, tmp_path):
     plain = trainer_of(folder, tmp_path / "plain", held_out=None)
     plain.fit()

@@ -30,6 +30,7 @@ from jtrain.data.tokenizers import Tokenizer
 from jtrain.data.windows import WindowRows
 from jtrain.errors import ConfigError, DataError
 from jtrain.parallel.xla import compiler_options
+from jtrain.tasks.decoder import check_language_model
 from jtrain.tasks.eval_text import ComputeTextMetrics, TextEvaluation, TextResult
 from jtrain.tasks.generate import generate
 from jtrain.tasks.language import text_metrics
@@ -264,12 +265,13 @@ _steps: weakref.WeakKeyDictionary[LoadedModel, Callable[..., Any]] = weakref.Wea
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer:
-    """The tokenizer of a model.
+    """The tokenizer of a language model.
 
     Raises:
-      ConfigError: it has none.
+      ConfigError: it has none, or is another kind of model.
       DataError: it has more tokens than the model.
     """
+    check_language_model(model.decoder, "MODEL")
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise ConfigError(

@@ -24,6 +24,7 @@ from jtrain.models.decoding import generate as decode
 from jtrain.models.decoding import resume as decode_on
 from jtrain.parallel.sharding import Rules
 from jtrain.parallel.xla import compiler_options
+from jtrain.tasks.decoder import check_language_model
 from jtrain.tasks.generation_request import (
     GenerateOptions,
     as_prompts,
@@ -138,6 +139,9 @@ class Generator:
       forward: `forward(function, name)` jits `function(module, *arguments)`; see `make_forward`.
       options: compiler options; None: `forward` brings its own.
       views: parameters of every layer by themselves; see `layer_views`.
+
+    Raises:
+      ConfigError: a model that gives no distributions of tokens.
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class Generator:
         options: dict[str, Any] | None = None,
         views: Any = None,
     ):
+        check_language_model(decoder, "MODEL")
         self._decoder, self._tokenizer, self._views = decoder, tokenizer, views
         self._ranks = int(np.prod([mesh.shape[axis] for axis in rules["batch"]]))
         self._forward, self._options = forward, options

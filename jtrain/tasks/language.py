@@ -25,6 +25,7 @@ from jtrain.tasks.adapters import decoder_factory, lora_of
 from jtrain.tasks.decoder import (
     attention_name,
     check_experts,
+    check_language_model,
     check_pipeline,
     check_rows,
     check_tensor,
@@ -115,7 +116,12 @@ class LanguageTrainer(Trainer, ABC):
         return config
 
     def adapt(self, source: ModelSource) -> None:
-        """Changes the shape of the model that was found, where the task has another."""
+        """Changes the shape of the model that was found, where the task has another.
+
+        Raises:
+          ConfigError: it is none for this task.
+        """
+        check_language_model(source.decoder, f"model.path: {source.config.model.path}")
 
     def figures_of(self, sums: Sums) -> dict[str, float]:
         """The task's own figures of an evaluation, from name -> (sum, count)."""

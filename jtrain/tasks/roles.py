@@ -23,6 +23,7 @@ from jtrain.models.config import DecoderConfig
 from jtrain.parallel import processes
 from jtrain.parallel.mesh import data_ranks, describe, make_mesh
 from jtrain.parallel.sharding import Rules, batch_sharding, make_rules
+from jtrain.tasks.decoder import check_language_model
 from jtrain.tasks.loading import load_opened
 from jtrain.tasks.opened import open_model
 from jtrain.train.program import Program
@@ -178,10 +179,11 @@ def load_role(
 
     Raises:
       DataError: it has another vocabulary than the policy.
-      ConfigError, CheckpointError: there is no such model, or it is damaged.
+      ConfigError, CheckpointError: there is no such model, it is no language model, or it is damaged.
     """
     opened = open_model(path)
     named = f"{field or role}: {path}"
+    check_language_model(opened.decoder, named)
     remedy = "Name a model with the policy's tokenizer: the same tokens are scored by both."
     if opened.decoder.vocab_size != shape.vocab_size:
         raise DataError(

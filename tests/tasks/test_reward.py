@@ -9,7 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jtrain
+from jtrain import evaluate, generate, load_model
 from jtrain.errors import ConfigError, DataError
+from jtrain.tasks import trainer_of
 from jtrain.train.optimizers import parameter_paths
 from tests.parity.runs import bits
 
@@ -136,3 +138,18 @@ def test_a_classifier_of_several_labels_is_refused(place):
     save_file(tensors, place / "many/model.safetensors")
     with pytest.raises(ConfigError, match="a classifier with 2 labels"):
         first_line(settings(place, "reward", model={"path": str(place / "many")}), PAIRS)
+
+
+def test_a_reward_model_is_refused_where_a_language_model_is_needed(place):
+    language, reward = str(place / "language"), str(place / "model")
+    remedy = r"num_labels: 1\)[^\n]*\n *Name a language model"
+    for task in ("sft", "dpo"):
+        with pytest.raises(ConfigError, match=rf"model\.path: {reward} is a .*{remedy}"):
+            trainer_of(task)(settings(place, task), train_dataset=PAIRS)
+    config = settings(place, "dpo", model={"path": language}, dpo={"ref_model": reward})
+    with pytest.raises(ConfigError, match=rf"dpo\.ref_model: {reward} is a .*{remedy}"):
+        trained(config, PAIRS)
+    model = load_model(reward)
+    for function, *arguments in ((evaluate, [{"text": "a b"}]), (generate, "a b")):
+        with pytest.raises(ConfigError, match=rf"MODEL is a .*{remedy}"):
+            function(model, *arguments)

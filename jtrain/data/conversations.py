@@ -246,10 +246,23 @@ def beside(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(messages: Any) -> Any:
-    """Messages as templates read them: `from` and `value` become role and content, with their usual names."""
+    """Messages as templates read them: `from` and `value` become role and content, with their usual names.
+
+    Raises:
+      DataError: the assistant says nothing: null, or no content at all, without tool calls.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages  # the template says what is wrong
-    return [_message(message) for message in messages]
+    read = [_message(message) for message in messages]
+    for number, message in enumerate(read):
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            continue
+        if message.get("content") is None and not message.get("tool_calls"):  # templates write "None", or nothing
+            raise DataError(
+                f"message {number} is an answer of the assistant whose content is null, without tool_calls",
+                "Give it a content, or remove the record.",
+            )
+    return read
 
 
 def _message(message: Any) -> Any:

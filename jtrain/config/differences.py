@@ -20,7 +20,15 @@ _REFUSED = (
     "optimizer.name",
     "optimizer.freeze",
     "contrastive",
+    # The other side of a loss: who the reference or teacher is, and which of its numbers are kept.
+    "dpo.ref_model",
+    "dpo.ld_alpha",
+    "dpo.precompute_ref_log_probs",
     "dpo.sync_ref_model",
+    "distill.teacher",
+    "distill.temperature",
+    "distill.top_k",
+    "distill.precompute_dtype",
 )
 _HARMLESS = (
     "model.remat",

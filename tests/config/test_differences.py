@@ -4,6 +4,13 @@ import pytest
 
 from jtrain.config import differences, load_config
 
+DISTILL = {
+    "task": "distill",
+    "distill.teacher": "/t",
+    "distill.top_k": 64,
+    "distill.precompute_teacher": True,
+}
+
 
 def names(old, new):
     old, new = (load_config({"max_steps": 10, **fields}, (), {}) for fields in (old, new))
@@ -30,6 +37,8 @@ def names(old, new):
         ({"data": {"eval": "a"}}, {"data": {"eval": "b"}}, "data.eval"),
         ({"optimizer": {"ema_decay": 0.9}}, {"optimizer": {"ema_decay": 0.99}}, "optimizer.ema_decay"),
         ({}, {"global_batch_size": 32}, "global_batch_size"),
+        (DISTILL, {**DISTILL, "distill.beta": 0.1, "distill.loss": "jsd"}, "distill.beta"),
+        ({"task": "dpo"}, {"task": "dpo", "dpo": {"beta": 0.2}}, "dpo.beta"),
     ],
 )
 def test_these_may_change(old, new, field):
@@ -54,6 +63,17 @@ def test_these_may_change(old, new, field):
         ({}, {"seed": 1}, "seed"),
         ({"global_batch_size": 32}, {"global_batch_size": 64}, "global_batch_size"),
         ({}, {"max_length": 5}, "max_length"),
+        ({"task": "dpo"}, {"task": "dpo", "dpo": {"ref_model": "/m"}}, "dpo.ref_model"),
+        ({"task": "dpo"}, {"task": "dpo", "dpo": {"ld_alpha": 0.3}}, "dpo.ld_alpha"),
+        (
+            {"task": "dpo"},
+            {"task": "dpo", "dpo": {"precompute_ref_log_probs": True}},
+            "dpo.precompute_ref_log_probs",
+        ),
+        (DISTILL, {**DISTILL, "distill.teacher": "/u"}, "distill.teacher"),
+        (DISTILL, {**DISTILL, "distill.temperature": 4.0}, "distill.temperature"),
+        (DISTILL, {**DISTILL, "distill.top_k": 0}, "distill.top_k"),
+        (DISTILL, {**DISTILL, "distill.precompute_dtype": "float16"}, "distill.precompute_dtype"),
     ],
 )
 def test_these_need_a_new_run(old, new, field):

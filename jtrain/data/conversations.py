@@ -155,7 +155,7 @@ def sft_encoder(
     special_tokens: Mapping[str, str],
     title: str,
 ) -> Encoder:
-    """The encoder of SFT: one document a record.
+    """The encoder of SFT for a model that reads text alone: one document a record; one with images can't be used.
 
     Args:
       form: of the records, as `form_of` names it; a record of another form can't be used.
@@ -167,13 +167,36 @@ def sft_encoder(
       title: of the template, for messages.
     """
     chat = None if template is None else ChatTemplate(template, special_tokens, name=title)
-    return sft_records(
+    encode = sft_records(
         ChatEncoder(tokenizer, chat, append_eos=append_eos, prepend_bos=prepend_bos),
         form=form,
         text_field=text_field,
         completion_only=completion_only,
         assistant_only=assistant_only,
     )
+
+    def texts_alone(record: Mapping[str, Any]) -> Sequence[Example]:
+        if has_images(record):
+            raise DataError(
+                "it holds images, and the model reads text alone",
+                "Give a model that sees as model.path (a LLaVA folder), or records without images.",
+            )
+        return encode(record)
+
+    return texts_alone
+
+
+def has_images(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds images: in a column of their own (`images`, or LLaVA's `image`), or as parts of its
+    messages."""
+    for name in ("images", "image"):
+        value = record.get(name)
+        if value is not None and not (isinstance(value, str | list | tuple | dict) and not value):
+            return True
+    messages = [m for value in record.values() if isinstance(value, list | tuple) for m in conversation(value)]
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
 
 
 def sft_records(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jtrain.data.chat import ChatTemplate
-from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, ChatEncoder, beside, conversation
+from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, ChatEncoder, beside, conversation, has_images
 from jtrain.data.examples import iterate_records, make_encoder
 from jtrain.data.rows import PackedRows
-from jtrain.data.sft import has_images, recipe_of
+from jtrain.data.sft import recipe_of
 from jtrain.data.tokenise import ExampleRecipe
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError
@@ -68,6 +68,8 @@ def read_questions(
         records = _stretch(records, rows, recipe, tokenizer, source, text_field, field)
     for number, record in enumerate(records, 1):
         if has_images(record):
+            if tokenizer.images is None and config.data.on_bad_record == "skip":
+                continue  # its example is left out as well
             raise DataError(
                 f"{name}: record {number} holds images: answers to them are not scored",
                 "give records without images, or leave metrics of texts and samples out",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from jtrain.data.files import find_files
 from jtrain.data.rows import PackedRows
 from jtrain.data.tokenise import ExampleRecipe
 from jtrain.data.tokenizers import Tokenizer
-from jtrain.errors import ConfigError, DataError
+from jtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
@@ -45,11 +44,6 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
         raise no_form(name, record, data.text_field)
     messages = needs_template(record, form)
     images = tokenizer.images
-    if images is None and has_images(record):
-        raise DataError(
-            f"{name}: its records hold images, and the model reads text alone",
-            "Give a model that sees as model.path (a LLaVA folder), or records without images.",
-        )
     if section.completion_only_loss is True and form != PROMPT_COMPLETION:
         remedy = "sft.assistant_only_loss: true learns the assistant's turns alone; or write" if messages else "Write"
         raise ConfigError(
@@ -76,15 +70,6 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
         **of_images,
     )
     return recipe if images is None else dataclasses.replace(recipe, folder=folder_of(source, field))
-
-
-def has_images(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds images: in a column of their own, or as parts of its messages."""
-    if record.get("images"):
-        return True
-    messages = [m for value in record.values() if isinstance(value, list | tuple) for m in value]
-    parts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list | tuple)]
-    return any(isinstance(p, Mapping) and p.get("type") in ("image", "image_url") for part in parts for p in part)
 
 
 def folder_of(source: Any, field: str) -> str:

@@ -19,6 +19,7 @@ from jtrain.data.build import build_data
 from jtrain.data.image_conversations import for_template, open_payload, payload_of, take_images
 from jtrain.data.loader import DataLoader
 from jtrain.data.packing import plan_examples
+from jtrain.data.questions import read_questions
 from jtrain.data.rows import IGNORE, EvalRows
 from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import ConfigError, DataError
@@ -179,8 +180,37 @@ def test_a_model_of_texts_refuses_images(tmp_path):
     shutil.copytree(HERE / "clip-llama", folder)
     for name in ("processor_config.json", "config.json"):
         (folder / name).unlink()
-    with pytest.raises(DataError, match="reads text alone"):
-        rows_of(tmp_path, ROWS, folder=folder)
+    for images in (
+        chat({"type": "image", "base64": PNG}, text("w1")),
+        chat("<image> w1", images=[f"data:image/png;base64,{PNG}"]),
+        {
+            "image": "a.png",
+            "conversations": [{"from": "human", "value": "<image>\nw1"}, {"from": "gpt", "value": "w2"}],
+        },
+        {"image": np.zeros((2, 2), np.uint8).tolist(), **chat("w1")},
+        {"text": "w1", "image": "a.png"},
+    ):
+        plain = chat("w1 w2", images=[]) if "text" not in images else {"text": "w1", "image": None}
+        changes = {"sft.assistant_only_loss": "text" not in images}
+        for records, line in (([images, plain], "record 0 (line 1)"), ([plain, images], "record 1 (line 2)")):
+            with pytest.raises(DataError, match="it holds images, and the model reads text alone") as error:
+                rows_of(tmp_path, records, folder=folder, **changes)
+            assert f"rows.jsonl: {line}" in error.value.message
+            assert len(rows_of(tmp_path, records, folder=folder, **changes, **{"data.on_bad_record": "skip"})) == 1
+
+
+@pytest.mark.parametrize(
+    "record", [chat("<image> w1", image="a.png"), chat({"type": "image", "path": "a.png"}, text("w1"))]
+)
+def test_questions_with_images_are_named(record, tmp_path):
+    tokenizer = load_tokenizer(str(HERE / "clip-llama"))
+    config = load_config({"task": "sft", "data.train": ["x"]}, (), {})
+    with pytest.raises(DataError, match="data: record 2 holds images: answers to them are not scored"):
+        list(read_questions(config, tokenizer, [chat("w1"), record], field="--data", name="data"))
+    tokenizer.images = None  # of a model of texts: such a record is a bad one
+    skip = load_config({"task": "sft", "data.train": ["x"], "data.on_bad_record": "skip"}, (), {})
+    found = read_questions(skip, tokenizer, [record, chat("w1")], field="--data", name="data")
+    assert [question.reference for question in found] == ["w9"]
 
 
 def test_the_text_of_a_user_makes_no_image(tmp_path):

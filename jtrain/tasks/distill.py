@@ -51,6 +51,7 @@ class DistillTrainer(SFTTrainer):
     """
 
     task = "distill"
+    reads_images = False
 
     def __init__(self, *args: Any, **keywords: Any):
         self._teacher: RoleModel | None = None

@@ -21,6 +21,7 @@ from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.models.lora import ADAPTER, Lora
 from jtrain.tasks.adapter_export import export_adapter
 from jtrain.tasks.adapters import decoder_factory
+from jtrain.tasks.distill import DistillTrainer
 from jtrain.tasks.exporting import export
 from jtrain.tasks.generate import generate
 from jtrain.tasks.image_import import import_with_vision
@@ -257,6 +258,9 @@ def test_other_tasks_refuse_a_model_that_sees(tmp_path):
     opened = open_model(HERE / KINDS[0])
     with pytest.raises(ConfigError, match="task: dpo with a model that sees"):
         settle_images(config, opened.decoder, opened.tokenizer(), task="dpo", reads=False)
+    distill = {"task": "distill", "run_dir": str(tmp_path / "run"), "distill": {"teacher": str(HERE / KINDS[0])}}
+    with pytest.raises(ConfigError, match="task: distill with a model that sees"):
+        DistillTrainer(distill, model=str(HERE / KINDS[0]), train_dataset=ROWS)
 
 
 def test_images_that_do_not_fit_the_tokens_are_refused(model, kind):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from typing import Any
 
 import jax
 from flax import nnx
 
 from jtrain.checkpoint import layout
+from jtrain.checkpoint.files import storage_error
 from jtrain.config.schema import Config
 from jtrain.data.pairs import MismatchedRows, PairRows, SingleRows
 from jtrain.data.preference import is_unpaired
@@ -39,6 +42,7 @@ from jtrain.tasks.reference import (
     has_copy,
     model_digest,
     read_table,
+    table_identity,
     table_path,
     write_table,
 )
@@ -234,32 +238,39 @@ class DPOTrainer(LanguageTrainer):
         return self._reference if moves else None  # type: ignore[return-value]
 
     def _precompute(self, *, keep: bool) -> None:
-        """Fills the tables of the training and evaluation rows: from the run, from the cache, or by one pass."""
+        """Fills the tables of the training and evaluation rows: from the run, from the cache, or by one pass.
+
+        A run's table is taken where it is of these rows and settings: an evaluation may have other rows on a resume.
+        """
         names, run = added_names(self.preference), layout.run_path(self.config.run_dir)
         for split, rows in (("train", self.train_rows), ("eval", self.eval_rows)):
             if not isinstance(rows, ReferencedRows):
                 continue
             kept = run / f"reference-{split}.npz"
-            rows.table = read_table(kept, names, len(rows)) if self.counters.batches else None
+            identity = table_identity(rows.fingerprint, self.preference.ld_alpha, split)
+            rows.table = read_table(kept, names, len(rows), identity) if self.counters.batches else None
             if rows.table is not None:
                 continue
             if self.counters.batches and not self._is_base and self.config.dpo.ref_model is None:
                 raise CheckpointError(
-                    f"{kept} is missing, damaged, or of other rows: the reference's log-probabilities of this run",
-                    "Put it back, or start a new run.",
+                    f"{kept} is missing, damaged, or of other rows: the reference's log-probabilities of this run, "
+                    "whose reference is not there any more",
+                    f"Put it back, and data.{split} as it was, or start a new run.",
                 )
-            rows.table = self._table(rows, names, split)
+            rows.table = self._table(rows, names, split, identity)
             if keep:
-                write_table(kept, rows.table)
+                try:
+                    write_table(kept, rows.table, identity)
+                except OSError as error:
+                    raise storage_error(kept, error.errno or errno.EIO, "can't be written") from error
         self._reference = None  # it has done its work
 
-    def _table(self, rows: ReferencedRows, names: tuple[str, ...], split: str) -> Any:
+    def _table(self, rows: ReferencedRows, names: tuple[str, ...], split: str, identity: str) -> Any:
         config, params, variables = self.config, self.state.params, self.state.variables
         reference = self._reference = self._reference or self._make_reference()
         weights = model_digest(getattr(reference, "params", params))
-        identity = (weights, self.decoder, rows.fingerprint, config.precision, self.preference.ld_alpha, split)
-        cache = table_path(config.data.cache_dir, *identity)
-        table = read_table(cache, names, len(rows))
+        cache = table_path(config.data.cache_dir, weights, self.decoder, config.precision, identity)
+        table = read_table(cache, names, len(rows), identity)
         if table is None:
             size, ranks = config.dpo.precompute_ref_batch_size or self.program.batch.rows, data_ranks(self.mesh)
             self.say(f"reference: log-probabilities of {len(rows):,} rows")
@@ -271,7 +282,8 @@ class DPOTrainer(LanguageTrainer):
                     -(-size // ranks) * ranks,
                 )
             )
-            write_table(cache, table)
+            with contextlib.suppress(OSError):  # a cache that can't be written is none
+                write_table(cache, table, identity)
         return table
 
     def _mismatched(self, rows: Any, group: int) -> Any:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
+import io
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from jtrain.checkpoint import arrays, layout
+from jtrain.checkpoint import arrays, files, layout
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.parameters import load_parameters
 from jtrain.config.schema import Config
@@ -39,6 +41,11 @@ from jtrain.train.step import make_forward, to_device
 Scores = Callable[[nnx.Module, Any], Added]
 ReferenceFn = Callable[[Any, Any, Any], Added]
 """`reference(batch, params, variables)` -> log-probabilities of a batch; params and variables are the policy's."""
+
+_IDENTITY = "identity"
+"""Name of the array of a table's file that is no column."""
+# What numpy and zipfile raise for a file that is cut off or has wrong bytes.
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def base_reference(program: Program, scores: Scores) -> ReferenceFn:
@@ -276,29 +283,51 @@ def model_digest(params: Any) -> str:
     return hashlib.blake2b(repr({k: v.tolist() for k, v in sorted(sums.items())}).encode(), digest_size=16).hexdigest()
 
 
-def table_path(cache_dir: str | None, *identity: object) -> Path:
+def table_path(cache_dir: str | None, *parts: object) -> Path:
     """Where the table of this model on these rows is kept between runs."""
-    key = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
-    return cache_folder(cache_dir) / "reference" / f"{key}.npz"
+    return cache_folder(cache_dir) / "reference" / f"{table_identity(*parts)}.npz"
 
 
-def read_table(path: Any, names: tuple[str, ...], rows: int) -> dict[str, np.ndarray] | None:
-    """A table that is there and whole, else None."""
+def table_identity(*parts: object) -> str:
+    """A digest of what a run's table was made of; the run's table has it beside its numbers."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def read_table(path: Any, names: tuple[str, ...], rows: int, identity: str) -> dict[str, np.ndarray] | None:
+    """A table that is there, whole and of this identity, else None; process 0's on every process.
+
+    The processes decide as one: who has no table would go into the pass that makes it, and wait there for the others.
+    """
+    table = _read_table(path, names, rows, identity) if processes.is_main() else None
+    if not processes.agree(table is not None):
+        return None
+    if table is not None and jax.process_count() == 1:
+        return table
+    kind = np.float64 if jax.config.jax_enable_x64 else np.float32
+    sent = table or {name: np.zeros(rows, kind) for name in names}
+    return {name: np.asarray(processes.agree(sent[name].astype(kind, copy=False))) for name in names}
+
+
+def _read_table(path: Any, names: tuple[str, ...], rows: int, identity: str) -> dict[str, np.ndarray] | None:
     try:
         with epath.Path(path).open("rb") as file, np.load(file, allow_pickle=False) as found:
+            if str(found[_IDENTITY]) != identity:
+                return None
             table = {name: found[name] for name in names}
-    except (OSError, ValueError, KeyError):
+    except _DAMAGED:
         return None
     return table if all(values.shape == (rows,) for values in table.values()) else None
 
 
-def write_table(path: Any, table: dict[str, np.ndarray]) -> None:
-    """Writes a table, by process 0; a cache that can't be written is none."""
+def write_table(path: Any, table: dict[str, np.ndarray], identity: str) -> None:
+    """Writes a table, by process 0.
+
+    Raises:
+      OSError: it can't be written.
+    """
     if not processes.is_main():
         return
-    path = epath.Path(path)
+    path, content = epath.Path(path), io.BytesIO()
+    np.savez(content, **table, **{_IDENTITY: np.asarray(identity)})  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.parent / f"{path.name}.tmp-{os.getpid()}"
-    with made.open("wb") as file:
-        np.savez(file, **table)  # type: ignore[arg-type]
-    made.rename(path)
+    files.write_atomic(path, content.getvalue())

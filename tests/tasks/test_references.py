@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jtrain import Callback
-from jtrain.errors import ConfigError
+from jtrain.errors import CheckpointError, ConfigError
+from jtrain.parallel import processes
 from jtrain.tasks.dpo import DPOTrainer
+from jtrain.tasks.reference import read_table, write_table
 from tests.parity.runs import bits
 
 from .preferences import RUNS, first_line, settings, trained, word_model
@@ -145,3 +147,66 @@ def test_an_evaluation_against_a_reference_that_moves_uses_it_as_it_is_then(plac
     figures = trainer.evaluate(list(PAIRS))  # the reference has just become the policy
     assert figures["eval_loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert figures["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+TABLE = {"ref_chosen_logps": np.arange(5, dtype=np.float32), "ref_rejected_logps": np.ones(5, np.float32)}
+COLUMNS = tuple(TABLE)
+
+
+def test_a_table_that_is_damaged_or_of_something_else_is_none(tmp_path):
+    path = tmp_path / "folder/table.npz"
+    assert read_table(path, COLUMNS, 5, "this") is None
+    write_table(path, TABLE, "this")
+    assert [file.name for file in path.parent.iterdir()] == ["table.npz"]
+    found = read_table(path, COLUMNS, 5, "this")
+    assert set(found) == set(TABLE) and all((found[name] == TABLE[name]).all() for name in TABLE)
+    for names, rows, identity in ((COLUMNS, 5, "that"), (COLUMNS, 4, "this"), (("ref_logps",), 5, "this")):
+        assert read_table(path, names, rows, identity) is None
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        assert read_table(path, COLUMNS, 5, "this") is None, size
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :])
+        found = read_table(path, COLUMNS, 5, "this")  # a date in the archive's list may be wrong
+        assert found is None or all((found[name] == TABLE[name]).all() for name in TABLE), place
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_process_takes_the_table_of_process_0_whatever_lies_in_its_own_folder(tmp_path, monkeypatch, there):
+    write_table(tmp_path / "own.npz", {name: values + 7 for name, values in TABLE.items()}, "this")
+    told = iter([there, *TABLE.values()])
+    monkeypatch.setattr(processes, "is_main", lambda: False)
+    monkeypatch.setattr(processes, "agree", lambda value: next(told))
+    found = read_table(tmp_path / "own.npz", COLUMNS, 5, "this")
+    assert (found is not None) is there
+    assert not there or all((found[name] == TABLE[name]).all() for name in TABLE)
+    assert not list(told) or not there  # as often as the others
+
+
+@grid
+@pytest.mark.parametrize("section", [{}, {"ref_model": "other"}], ids=["as it began", "another model"])
+def test_a_resume_takes_a_table_of_its_own_rows_alone(place, section):
+    section = {name: str(place / value) for name, value in section.items()}
+    config = settings(place, "dpo", max_steps=1, dpo=section | {"precompute_ref_log_probs": True})
+    trained(config, PAIRS, eval_dataset=PAIRS[:2])
+    longer = config | {"max_steps": 2}
+    for change, message in (
+        ({"ld_alpha": 0.3}, r"dpo\.ld_alpha: None -> 0\.3"),
+        ({"precompute_ref_log_probs": False}, r"dpo\.precompute_ref_log_probs: True -> False"),
+        ({"ref_model": str(place / "model")}, r"dpo\.ref_model: .* -> "),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trained(longer | {"dpo": config["dpo"] | change}, PAIRS, eval_dataset=PAIRS[:2])
+    shutil.rmtree(place / "cache/reference")
+    if not section:
+        with pytest.raises(CheckpointError, match=r"reference-eval\.npz is missing, damaged, or of other rows"):
+            trained(longer, PAIRS, eval_dataset=PAIRS[2:])
+        file = place / "run/reference-train.npz"
+        file.write_bytes(file.read_bytes()[:-30])
+        with pytest.raises(CheckpointError, match=r"reference-train\.npz is missing, damaged"):
+            trained(longer, PAIRS, eval_dataset=PAIRS[:2])
+        return
+    resumed = trained(longer, PAIRS, eval_dataset=PAIRS[2:])  # as many rows, and others
+    for name, values in resumed.eval_rows.table.items():
+        np.testing.assert_allclose(values, resumed.train_rows.table[name][2:], rtol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -127,7 +128,7 @@ def run(args: list[str]) -> int:
         )
         found, table = found | {"tasks": result.results}, result.table
     if given.get("json"):
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(_plain(found), ensure_ascii=False, allow_nan=False))
     else:
         _print(found)
         print(table, end="")
@@ -198,6 +199,15 @@ def _check(given: Mapping[str, Any]) -> None:
             )
     if "chat-template" in given and not ({"data", "apply-chat-template"} & set(given)):
         raise ConfigError("--chat-template without --apply-chat-template: no task reads it", "write both, or neither")
+
+
+def _plain(value: Any) -> Any:
+    """Figures as JSON has them: those that are no finite number (the perplexity of a large loss) are null."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(found: Mapping[str, Any]) -> None:

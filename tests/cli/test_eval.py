@@ -1,6 +1,7 @@
 """`jtrain eval`: what is printed where, and what is wrong with a call."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -49,6 +50,15 @@ def test_json_is_one_object_and_everything_else_goes_to_standard_error(folder, d
     assert "3 examples (prompt and completion; completions are scored)" in said.err and "2 prompts" in said.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [(row["prompt"], row["reference"]) for row in rows] == [("w0", " w0"), ("w1", " w1")]
+
+
+def test_figures_that_are_no_number_are_null_in_json(folder, data, capsys, monkeypatch):
+    figures = {"eval_loss": 800.0, "perplexity": math.inf, "of": {"a": [math.nan, -math.inf, 1.5]}}
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: figures)
+    assert main(["eval", folder, "--data", data, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text) == {"eval_loss": 800.0, "perplexity": None, "of": {"a": [None, None, 1.5]}}
+    assert "NaN" not in text and "Infinity" not in text
 
 
 def test_figures_are_printed_a_line_each(folder, data, capsys):

@@ -64,6 +64,7 @@ class Pair:
       label: its class; -1: none.
       name: for messages.
       folder: what the path of the image is relative to.
+      templated: whether the texts are the templates of its class.
     """
 
     image: Any
@@ -71,6 +72,7 @@ class Pair:
     label: int
     name: str
     folder: str | None
+    templated: bool = False
 
 
 def read_pairs(source: Any, fields: Fields, *, field: str) -> list[Pair]:
@@ -146,7 +148,8 @@ def _pair(record: Any, fields: Fields, name: str, folder: str | None) -> Pair:
     label = _label(record.get(fields.label), fields, name)
     if image is None:
         raise DataError(f"{name} has no {fields.image!r}; its fields are {', '.join(map(str, record))}", _REMEDY)
-    if text is None and label >= 0 and fields.templates:
+    templated = text is None and label >= 0 and bool(fields.templates)
+    if templated:
         texts: Any = fields.texts_of_class(label)
     else:
         texts = (text,) if isinstance(text, str) else text.tolist() if isinstance(text, np.ndarray) else text
@@ -154,7 +157,7 @@ def _pair(record: Any, fields: Fields, name: str, folder: str | None) -> Pair:
             shown = "nothing" if text is None else repr(text)[:60]
             hint = " (labels need contrastive.classes)" if text is None and record.get(fields.label) is not None else ""
             raise DataError(f"{name} has {shown} as {fields.text!r}{hint}", _REMEDY)
-    return Pair(image, tuple(map(str, texts)), label, name, folder)
+    return Pair(image, tuple(map(str, texts)), label, name, folder, templated)
 
 
 def _label(value: Any, fields: Fields, name: str) -> int:
@@ -229,8 +232,7 @@ class ImageTextRows:
         """
         records = self.row_ids(indices)[1].tolist()
         pairs = [self._pairs[record] for record in records]
-        choices = zip(pairs, np.asarray(indices).tolist(), strict=True)
-        texts = [pair.texts[self._choice(index, len(pair.texts))] for pair, index in choices]
+        texts = [self._text(pair, index) for pair, index in zip(pairs, np.asarray(indices).tolist(), strict=True)]
         ids = self._encode(texts)
         return {
             "pixels": np.stack(self._images(pairs)) if pairs else np.zeros((0, *self._shape), np.float32),
@@ -245,12 +247,12 @@ class ImageTextRows:
         options = {"seed": self._seed, "shuffle": self._shuffle, "threads": self._threads}
         return ImageTextRows(self._pairs[:count], self._encode, self._transform, self._shape, **options)  # type: ignore[arg-type]
 
-    def _choice(self, index: int, count: int) -> int:
-        if count == 1:
-            return 0
-        if self._seed is None:
-            return index % count
-        return key64(self._seed, _TEXT_STREAM, index) % count
+    def _text(self, pair: Pair, index: int) -> str:
+        """The text that a pair has as row `index`."""
+        count = len(pair.texts)
+        if count == 1 or (self._seed is None and not pair.templated):
+            return pair.texts[0]
+        return pair.texts[index % count if self._seed is None else key64(self._seed, _TEXT_STREAM, index) % count]
 
     def _images(self, pairs: Sequence[Pair]) -> list[np.ndarray]:
         if len(pairs) == 1 or self._threads == 1:

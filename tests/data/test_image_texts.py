@@ -89,6 +89,15 @@ def test_every_pass_takes_one_of_several_texts():
     assert seen == {b"one", b"two"}
 
 
+def test_an_evaluation_takes_the_first_text_of_every_record_and_the_templates_in_turn():
+    several = [{"image": image, "text": ["one", "two"]} for image in IMAGES]
+    batch = rows(read_pairs(several, Fields(), field="x")).rows(np.arange(5))
+    np.testing.assert_array_equal(batch["input_ids"], ENCODE(["one"] * 5))
+    classes = read_pairs({"images": IMAGES, "labels": [1] * 5}, CLASSES, field="x")
+    expected = ENCODE(["a dog", "my dog", "dog", "a dog", "my dog"])
+    np.testing.assert_array_equal(rows(classes).rows(np.arange(5))["input_ids"], expected)
+
+
 def test_another_set_has_another_fingerprint():
     def fingerprint(images, texts):
         return rows(read_pairs({"image": images, "text": texts}, Fields(), field="x"), seed=0).fingerprint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,17 @@ from jtrain.tasks.reference import model_digest
 from jtrain.tasks.roles import RoleModel, load_role, row_multiple
 from jtrain.tasks.sft import SFTTrainer
 from jtrain.tasks.source import ModelSource
-from jtrain.tasks.teacher_table import TeacherRows, TeacherTable, make_table, open_table, table_folder, table_name
+from jtrain.tasks.teacher_table import (
+    KeptTable,
+    TeacherRows,
+    TeacherTable,
+    make_table,
+    open_everywhere,
+    read_kept,
+    table_folder,
+    table_name,
+    write_kept,
+)
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import LossFn
 
@@ -244,37 +253,38 @@ class DistillTrainer(SFTTrainer):
     def _precompute(self, *, keep: bool) -> None:
         """Opens the tables of the training and evaluation rows, or makes them by one pass of the teacher.
 
-        RUN/teacher.json names them, so that a resume opens them without the teacher, and notices another one.
+        RUN/teacher.json says what they are, so that a resume opens them without the teacher, and notices another one.
         """
         file = layout.run_path(self.config.run_dir) / "teacher.json"
-        named: dict[str, str] = json.loads(file.read_text()) if self.counters.batches and file.exists() else {}
+        kept = read_kept(file) if self.counters.batches else {}
         found = {}
         for split, rows in (("train", self.train_rows), ("eval", self.eval_rows)):
             if isinstance(rows, TeacherRows):
-                rows.table, found[split] = self._table(rows, split, named.get(split))
+                rows.table, found[split] = self._table(rows, split, kept)
         self._teacher = self._score = None  # it has done its work
-        if keep and found != named and processes.is_main():
-            file.write_text(json.dumps(found))
+        if keep and found != kept and processes.is_main():
+            write_kept(file, found)
 
-    def _table(self, rows: TeacherRows, split: str, named: str | None) -> tuple[TeacherTable, str]:
-        """A table and its name; `named` is that of the table with which the run began."""
+    def _table(self, rows: TeacherRows, split: str, kept: dict[str, KeptTable]) -> tuple[TeacherTable, KeptTable]:
+        """A table and what is said of it in RUN/teacher.json; `kept` is what that says of those made before."""
         config, options = self.config, self.distillation
-        if named is not None:
-            folder = table_folder(config.data.cache_dir, named)
-            if (table := open_table(folder, len(rows))) is not None:
-                return table, named
+        settings = [options.top_k, options.temperature, config.distill.precompute_dtype]
+        one = kept.get(split)
+        if one is not None and (one["rows"], one["settings"]) == (rows.fingerprint, settings):
+            table = open_everywhere(table_folder(config.data.cache_dir, one["name"]), len(rows))
+            if table is not None:
+                return table, one
         dtype = jnp.dtype(self.program.precision.compute_dtype).name
-        settings = (options.top_k, options.temperature, config.distill.precompute_dtype, dtype)
         weights = model_digest(self.teacher.params)
-        name = table_name(weights, self._opened.decoder, rows.fingerprint, split, settings)
-        if named not in (None, name):
+        if any(before["teacher"] != weights for before in kept.values() if before["dtype"] == dtype):
             raise CheckpointError(
-                f"distill.teacher: {config.distill.teacher} is not the teacher, or the settings are not those, of the "
-                f"table with which this run began, and that table is not in the cache any more",
-                "Put them back as they were, or start a new run.",
+                f"distill.teacher: {config.distill.teacher} is not the teacher of the table with which this run began, "
+                "and that table is not in the cache any more, or of other rows",
+                "Put the teacher back as it was, or start a new run.",
             )
+        name = table_name(weights, self._opened.decoder, rows.fingerprint, split, (*settings, dtype))
         folder = table_folder(config.data.cache_dir, name)
-        table = open_table(folder, len(rows))
+        table = open_everywhere(folder, len(rows))
         if table is None:
             self.say(f"teacher: log-probabilities of {len(rows):,} {split} rows")
             several = row_multiple(config, self.mesh)
@@ -282,7 +292,7 @@ class DistillTrainer(SFTTrainer):
             table = make_table(
                 folder, rows.in_order(), self.program, self._of_teacher, size, config.distill.precompute_dtype
             )
-        return table, name
+        return table, KeptTable(name=name, rows=rows.fingerprint, settings=settings, teacher=weights, dtype=dtype)
 
 
 def _check_prompts(rows: Any) -> None:

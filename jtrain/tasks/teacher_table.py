@@ -9,20 +9,24 @@ Legend: R rows, T targets of all rows, n rows asked for, L tokens of a row, K to
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
+from jtrain.checkpoint import files, peers
 from jtrain.data.cache import cache_folder, locked, publish, storage, temporary
 from jtrain.data.loader import DataLoader
 from jtrain.data.rows import IGNORE, Batch, EvalRows, TrainRows
-from jtrain.errors import StorageError
+from jtrain.errors import CheckpointError, StorageError
 from jtrain.train.program import Program
 
 _CHUNK = 1024
@@ -129,6 +133,60 @@ def open_table(folder: Path, rows: int) -> TeacherTable | None:
     except (OSError, ValueError, EOFError):
         return None
     return table if table.rows == rows else None
+
+
+def open_everywhere(folder: Path, rows: int) -> TeacherTable | None:
+    """`open_table` where every process has the table, else None on all of them.
+
+    Their folders may differ, and the pass that makes a table needs all of them.
+    """
+    table = open_table(folder, rows)
+    return table if all(peers.exchange("teacher_table", table is not None)) else None
+
+
+class KeptTable(TypedDict):
+    """What RUN/teacher.json says of a table: its name, rows, settings and teacher, and the type it was computed in."""
+
+    name: str
+    rows: str
+    settings: list[Any]
+    teacher: str
+    dtype: str
+
+
+def read_kept(file: epath.Path) -> dict[str, KeptTable]:
+    """The tables of a run, by split; none where the file is not there.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        found = None
+    kinds = {"name": str, "rows": str, "settings": list, "teacher": str, "dtype": str}
+    if not isinstance(found, dict) or not all(
+        isinstance(one, dict) and one.keys() == kinds.keys() and all(isinstance(one[k], kinds[k]) for k in kinds)
+        for one in found.values()
+    ):
+        raise CheckpointError(
+            f"{file} is damaged: it says which teacher this run has", "Put it back, or start a new run."
+        )
+    return found
+
+
+def write_kept(file: epath.Path, kept: dict[str, KeptTable]) -> None:
+    """Writes what `read_kept` reads.
+
+    Raises:
+      StorageError: it can't be written.
+    """
+    try:
+        files.write_atomic(file, json.dumps(kept, indent=2).encode())
+    except OSError as error:
+        raise files.storage_error(file, error.errno or errno.EIO, "can't be written") from error
 
 
 def make_table(

@@ -6,12 +6,15 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from safetensors.numpy import load_file, save_file
 
 from jtrain import Callback, DistillTrainer
+from jtrain.checkpoint import peers
 from jtrain.config.load import load_config
 from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.tasks.distill_loss import distillation_of
+from jtrain.tasks.teacher_table import open_everywhere, read_kept, write_kept
 from tests.parity.runs import bits
 
 from .preferences import GOLDENS, first_line, settings, trained, word_model
@@ -153,10 +156,57 @@ def test_another_teacher_than_that_of_the_table_is_noticed(place):
     trained(config, ROWS, callbacks=[_Stop(1)])
     (file,) = (place / "cache/teacher").glob("*/teacher_logps.npy")
     assert np.load(file).dtype == np.float16
+    for change in ({"temperature": 4.0}, {"top_k": 5}, {"teacher": str(place / "model")}):
+        (name,) = change
+        with pytest.raises(ConfigError, match=rf"distill\.{name}: .* -> "):  # though the table is there
+            trained(config | {"distill": config["distill"] | change}, ROWS)
+    (place / "teacher").unlink()
+    (place / "teacher").symlink_to((place / "model").resolve())
+    with pytest.raises(CheckpointError, match="is not the teacher"):
+        trained(config, ROWS, eval_dataset=ROWS)  # evaluation rows without a table
     shutil.rmtree(place / "cache/teacher")
-    config["distill"] = config["distill"] | {"teacher": str(place / "model")}
     with pytest.raises(CheckpointError, match="is not the teacher"):
         trained(config, ROWS)
+    (place / "run/teacher.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"teacher\.json is damaged"):
+        trained(config, ROWS)
+
+
+@grid
+def test_other_evaluation_rows_on_a_resume_have_a_table_of_their_own(place):
+    config = config_of(place, {"precompute_teacher": True}, max_steps=1)
+    first = trained(config, ROWS, eval_dataset=ROWS[:2])
+    resumed = trained(config | {"max_steps": 2}, ROWS, eval_dataset=ROWS[2:])
+    assert resumed.eval_rows.table.rows == first.eval_rows.table.rows == 2
+    wanted = resumed.train_rows.plain.in_order()
+    assert resumed.eval_rows.table.targets == sum(
+        (wanted.rows(np.array([row]))["labels"][:, 1:] >= 0).sum() for row in (2, 3)
+    )
+    kept = read_kept(epath.Path(place / "run/teacher.json"))
+    assert kept["eval"]["rows"] == resumed.eval_rows.fingerprint != first.eval_rows.fingerprint
+    assert kept["train"] == kept["eval"] | {name: kept["train"][name] for name in ("name", "rows")}
+
+
+def test_what_is_kept_of_a_table_is_whole_or_an_error(tmp_path):
+    file = epath.Path(tmp_path / "teacher.json")
+    assert read_kept(file) == {}
+    one = {"name": "n", "rows": "r", "settings": [5, 1.0, "float32"], "teacher": "t", "dtype": "float32"}
+    write_kept(file, {"train": one})
+    assert read_kept(file) == {"train": one} and [path.name for path in tmp_path.iterdir()] == ["teacher.json"]
+    whole = file.read_text()
+    for text in ("", whole[:-9], "[]", '{"train": "n"}', '{"train": {}}', whole.replace('"n"', "3"), "\xff"):
+        file.write_bytes(text.encode("latin-1"))
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_kept(file)
+
+
+@pytest.mark.parametrize(("others", "opened"), [([True], True), ([False], False)])
+def test_a_table_is_opened_where_every_process_has_it(tmp_path, monkeypatch, others, opened):
+    np.save(tmp_path / "first.npy", np.array([0, 2, 3]))
+    np.save(tmp_path / "teacher_logps.npy", np.zeros((3, 5), np.float32))
+    monkeypatch.setattr(peers, "exchange", lambda topic, value: [value, *others])
+    assert (open_everywhere(tmp_path, 2) is not None) is opened
+    assert open_everywhere(tmp_path, 3) is None and open_everywhere(tmp_path / "none", 2) is None
 
 
 @grid

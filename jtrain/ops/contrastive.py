@@ -88,7 +88,7 @@ def contrastive(
     text, keys = constrain(text, None, None), constrain(jnp.asarray(text_key), None, None)
     own = jnp.stack([jnp.arange(size), jnp.zeros(size, jnp.int32)], axis=1)
     partner = keys if equal_texts else own.astype(keys.dtype)
-    scale = jnp.exp(_capped(log_scale) if kind == "clip" else log_scale).astype(image.dtype)
+    scale = used_scale(kind, log_scale).astype(image.dtype)
     chunk = min(chunk, size)
     count = -(-size // chunk)
 
@@ -200,8 +200,9 @@ class _Chunks:
         return (key_B2 == self.keys).all(-1)
 
 
-def _capped(log_scale: jax.Array) -> jax.Array:
-    return jnp.minimum(log_scale, MAX_LOG_SCALE)
+def used_scale(kind: Kind, log_scale: jax.Array) -> jax.Array:
+    """What cosines are multiplied by, of its logarithm: in CLIP 100 at most."""
+    return jnp.exp(jnp.minimum(log_scale, MAX_LOG_SCALE) if kind == "clip" else log_scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 6, 7))

@@ -19,7 +19,7 @@ from jtrain.data.rows import Batch
 from jtrain.errors import ConfigError
 from jtrain.models.dual_encoder import DualEncoder, DualEncoderConfig, normalised
 from jtrain.models.dual_presets import DUAL_PRESETS
-from jtrain.ops.contrastive import Kind, contrastive
+from jtrain.ops.contrastive import Kind, contrastive, used_scale
 from jtrain.parallel.mesh import data_ranks
 from jtrain.tasks.contrastive_loss import contrastive_loss_fn, embeddings, whole_batch
 from jtrain.tasks.decoder import check_pipeline, check_tensor
@@ -198,7 +198,7 @@ class ContrastiveTrainer(Trainer):
                 sums[f"{name}_recall_{k}"] = hits
         if (labels >= 0).any():
             sums["zero_shot_accuracy"] = zero_shot(found["image"], self._prompts(params, variables, size), labels)
-        sums["logit_scale"] = (float(np.exp(scale)) * count, count)
+        sums["logit_scale"] = (float(used_scale(self.loss_kind, scale)) * count, count)
         return sums
 
     def _filled(self, size: int) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtrain.models.dual_encoder import DualEncoder
-from jtrain.ops.contrastive import Gradients, Kind, Pairs, contrastive, contrastive_loss, surrogate
+from jtrain.ops.contrastive import Gradients, Kind, Pairs, contrastive, contrastive_loss, surrogate, used_scale
 from jtrain.train.loss import Loss, LossFn, Metric
 from jtrain.train.state import TRAIN_STREAM, stream_key
 
@@ -58,7 +58,7 @@ def contrastive_loss_fn(kind: Kind, *, equal_texts: bool) -> LossFn:
         metrics = {
             "image_to_text_accuracy": over(pairs.image_to_text),
             "text_to_image_accuracy": over(pairs.text_to_image),
-            "logit_scale": over(jnp.exp(scale) * count),
+            "logit_scale": over(used_scale(kind, scale) * count),
         }
         return Loss(loss, count, metrics)
 

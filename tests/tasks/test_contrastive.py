@@ -12,7 +12,11 @@ from PIL import Image
 import jtrain
 from jtrain import ContrastiveTrainer, load_config, load_dual_encoder
 from jtrain.cli.main import main
+from jtrain.data.captions import text_keys
 from jtrain.errors import ConfigError, DataError
+from jtrain.models.dual_encoder import DualEncoder
+from jtrain.models.dual_presets import dual_preset
+from jtrain.tasks.contrastive_loss import contrastive_loss_fn
 from jtrain.tasks.dual_encoder import encoder_of
 from jtrain.tasks.retrieval import recalls, zero_shot
 from tests.peers.make_vision_goldens import TEXTS, pictures
@@ -215,10 +219,28 @@ def test_what_the_section_says_reaches_the_run(tmp_path, changes, differs):
     assert seen(changes) != seen({})
 
 
+class Sharp(DualEncoder):
+    """Embeddings that are given, and a scale over CLIP's cap."""
+
+    def __init__(self):
+        self.config = dual_preset("clip-tiny")
+
+    def embed(self, *arguments, **options):
+        return np.eye(4, dtype=np.float32), np.eye(4, dtype=np.float32)
+
+    def scale_and_bias(self):
+        return np.float32(5), np.float32(0)
+
+
+@pytest.mark.parametrize(("kind", "used"), [("clip", 100.0), ("siglip", np.exp(5.0))])
+def test_the_scale_that_is_logged_is_the_one_that_is_used(kind, used):
+    batch = {"pixels": None, "input_ids": None, "row": np.arange(4), "text_key": text_keys(TEXTS)}
+    total, count = contrastive_loss_fn(kind, equal_texts=False)(Sharp(), batch, None).metrics["logit_scale"]
+    assert count == 4 and total / count == pytest.approx(used, rel=1e-6)
+
+
 def trainer_loss(trainer, params, batch, rng):
     equal = trainer.config.contrastive.equal_texts == "positives"
-    from jtrain.tasks.contrastive_loss import contrastive_loss_fn
-
     module = trainer.program.model.merge(params, {})
     return contrastive_loss_fn(trainer.loss_kind, equal_texts=equal)(module, batch, rng).sum
 

@@ -54,6 +54,7 @@ def _strong(shape: DualEncoderConfig) -> DualEncoderConfig:
 DUAL_PRESETS: dict[str, DualEncoderConfig] = {
     "clip-tiny": _strong(_clip(8, 2, 64, 2, 4, (64, 2, 4, 32))),
     "clip-vit-base-patch32": _clip(224, 32, 768, 12, 12, (512, 12, 8, 77)),
+    "clip-vit-base-patch16": _clip(224, 16, 768, 12, 12, (512, 12, 8, 77)),
     "clip-vit-large-patch14": _clip(224, 14, 1024, 24, 16, (768, 12, 12, 77)),
     "siglip-tiny": _strong(_siglip(8, 2, 64, 256, 2, 4, positions=32)),
     "siglip-base-patch16-224": _siglip(224, 16, 768, 3072, 12, 12),

@@ -15,6 +15,7 @@ from jtrain.checkpoint.hf.gather import tensor_of
 from jtrain.checkpoint.hf.weights import match
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.dual_encoder import DualEncoder
+from jtrain.models.dual_presets import dual_preset
 from jtrain.models.families.dual_encoder import dual_encoder_config, dual_encoder_json, dual_encoder_tensors
 from jtrain.models.vision.config import VisionConfig
 from jtrain.models.vision.encoder import VisionEncoder
@@ -126,6 +127,23 @@ def test_a_missing_tensor_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((FIXTURES / "clip" / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"vision_model\.encoder\.layers\.2\.layer_norm1\.weight"):
         load_dual_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("clip-vit-base-patch16", 149_620_737),
+        ("siglip-base-patch16-224", 203_155_970),
+        ("clip-vit-base-patch32", 151_277_313),
+        ("clip-vit-large-patch14", 427_616_513),
+    ],
+)
+def test_a_preset_has_as_many_parameters_as_the_published_folder(name, size):
+    def drawn():
+        with nnx.use_eager_sharding(False):
+            return nnx.state(DualEncoder(dual_preset(name), nnx.Rngs(0)), nnx.Param)
+
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(drawn))) == size
 
 
 def test_pooling_is_the_mean_of_the_normalised_patches_without_the_class_token():

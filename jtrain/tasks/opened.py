@@ -22,6 +22,7 @@ from jtrain.data.tokenizers import Tokenizer, load_tokenizer
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import family
+from jtrain.models.families.dual_encoder import MODEL_TYPES
 from jtrain.models.families.translation import SIZES
 from jtrain.tasks.adapters import load_merged
 from jtrain.tasks.companion_files import has_tokenizer, plain
@@ -160,6 +161,11 @@ def decoder_of(companions: Companions, where: str) -> tuple[Any, DecoderConfig]:
     config = companions.config
     if "model_type" not in config:
         raise ConfigError(f"{where}: {CONFIG} has no model_type", "give the folder of a causal language model")
+    if (kind := config["model_type"]) in MODEL_TYPES:
+        raise ConfigError(
+            f"{where}: {CONFIG}: model_type is {kind!r}: a model of images and texts, not a language model",
+            "write task: contrastive, or use jtrain.load_dual_encoder",
+        )
     one = family(config["model_type"])
     for key in SIZES:
         if isinstance(config.get(key), str | list | dict):

@@ -19,6 +19,7 @@ from jtrain.models.dual_presets import dual_preset
 from jtrain.tasks.contrastive_loss import contrastive_loss_fn
 from jtrain.tasks.dual_encoder import encoder_of
 from jtrain.tasks.retrieval import recalls, zero_shot
+from tests.parity.runs import bits
 from tests.peers.make_vision_goldens import TEXTS, pictures
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
@@ -122,14 +123,21 @@ def test_meshes_and_accumulation_change_nothing(tmp_path, kind, layout):
 def test_a_resumed_run_is_the_same_run(tmp_path):
     options = {"max_steps": 6, "model": {"dropout": 0.1}, "checkpoint": {"save_steps": 3}}
     options["gradient_accumulation_steps"] = 2
-    whole = figures(tmp_path, steps=6, **options)
-    for stop in (3, 6):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True) if stop == 3 else None
-        records = pairs(24)
-        trainer = ContrastiveTrainer(settings(tmp_path, **options), train_dataset=records, callbacks=[Stop(stop)])
-        history = trainer.fit().train
-    assert [line["step"] for line in history] == [4, 5, 6]
-    assert [[line["loss"], line["grad_norm"]] for line in history] == [line[:2] for line in whole[3:]]
+
+    def run(name, stop):
+        config = settings(tmp_path, **options) | {"run_dir": str(tmp_path / name)}
+        trainer = ContrastiveTrainer(config, train_dataset=pairs(24), callbacks=[Stop(stop)])
+        trainer.fit()
+        return trainer
+
+    whole = run("whole", 6)
+    run("parts", 3)
+    parts = run("parts", 6)
+    assert [line["step"] for line in parts.history.train] == [4, 5, 6]
+    assert bits(parts.state) == bits(whole.state)
+    assert parts.counters == whole.counters
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in parts.history.train] == [line[name] for line in whole.history.train[3:]]
 
 
 @grid
@@ -273,8 +281,9 @@ def test_other_tasks_and_models_say_what_they_are(tmp_path):
         load_config({"contrastive": {"loss": "clip"}})
     with pytest.raises(ConfigError, match=r"data\.train is empty"):
         ContrastiveTrainer(settings(tmp_path))
-    with pytest.raises(ConfigError, match="model_type is 'clip'"):
-        jtrain.load_model(FIXTURES / "clip")
+    for kind in ("clip", "siglip"):
+        with pytest.raises(ConfigError, match=rf"model_type is '{kind}': a model of images and texts.*\n.*contrastive"):
+            jtrain.load_model(FIXTURES / kind)
     with pytest.raises(DataError, match=r"train_dataset\[1\] has no 'image'"):
         ContrastiveTrainer(settings(tmp_path), train_dataset=[*pairs(1), {"text": "a"}])
 

@@ -12,13 +12,12 @@ from flax import nnx
 from jtrain.checkpoint import layout
 from jtrain.checkpoint.files import storage_error
 from jtrain.config.schema import Config
-from jtrain.data.pairs import MismatchedRows, PairRows, SingleRows
+from jtrain.data.pairs import MismatchedRows
 from jtrain.data.preference import is_unpaired
 from jtrain.data.rows import EvalRows, Rows, TrainRows
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.parallel.mesh import data_ranks
 from jtrain.tasks.kto import kto_loss, margins, single_sequences
-from jtrain.tasks.language import LanguageTrainer
 from jtrain.tasks.preference import (
     HALVES,
     Preference,
@@ -29,6 +28,7 @@ from jtrain.tasks.preference import (
     score_sequences,
 )
 from jtrain.tasks.preference_losses import LossOptions
+from jtrain.tasks.preference_trainer import PreferenceTrainer
 from jtrain.tasks.prepared import Preparation, added_names, of_reference, sequence_logps
 from jtrain.tasks.reference import (
     FrozenCopy,
@@ -53,7 +53,7 @@ from jtrain.train.loss import LossFn
 from jtrain.train.trainer import Trainer
 
 
-class DPOTrainer(LanguageTrainer):
+class DPOTrainer(PreferenceTrainer):
     """Trains a decoder on preferences.
 
     Records are pairs (prompt, chosen, rejected) or, for KTO, completions with a label (see `jtrain/data/pairs.py`); the
@@ -66,11 +66,11 @@ class DPOTrainer(LanguageTrainer):
     """
 
     task = "dpo"
+    left_out = "with a prompt that fills max_length"
 
     def __init__(self, *args: Any, **keywords: Any):
         self._reference: ReferenceFn | None = None
         self._restored: FrozenCopy | None = None
-        self._sources: list[tuple[str, PairRows | SingleRows]] = []
         keywords["callbacks"] = [_Synchronise(), *keywords.get("callbacks", ())]
         super().__init__(*args, **keywords)
         section = self.config.dpo
@@ -91,24 +91,9 @@ class DPOTrainer(LanguageTrainer):
 
     # -- what is particular: config, data, loss, figures
 
-    def settle(self, config: Config) -> Config:
-        """Without dropout, which would make a policy that equals its reference differ from it."""
-        model = config.model
-        if not config.dpo.disable_dropout or not (model.dropout or model.lora.dropout):
-            return config
-        model = model.model_copy(update={"dropout": 0.0, "lora": model.lora.model_copy(update={"dropout": 0.0})})
-        return config.model_copy(update={"model": model})
-
     def make_loss(self, config: Config) -> LossFn:
         self.preference = preference_of(config)
         return (kto_loss if is_unpaired(config) else preference_loss)(self.preference)
-
-    def read_data(self, config: Config, train: Any, held_out: Any) -> tuple[Any, Any]:
-        found = super().read_data(config, train, held_out)
-        for name, rows in zip(("train", "eval"), found, strict=True):
-            sources = rows.sources if isinstance(rows, TrainRows | EvalRows) else ()
-            self._sources += [(name, source) for source in sources if isinstance(source, PairRows | SingleRows)]
-        return found
 
     def rows_of(self, data: Any) -> Rows:
         rows = super().rows_of(data)
@@ -131,17 +116,12 @@ class DPOTrainer(LanguageTrainer):
         return {f"{half}_logps": x for half, x in zip(HALVES, halves(logps), strict=True)}
 
     def summary(self) -> list[str]:
-        lines = [*super().summary(), f"loss: {' + '.join(self.preference.kinds)}", f"reference: {self._described()}"]
-        for name, source in self._sources:
-            left_out = f", {source.dropped:,} with a prompt that fills max_length left out" if source.dropped else ""
-            lines.append(f"{name}: {len(source):,} rows ({source.title}){left_out}")
-        return lines
+        lines = [f"loss: {' + '.join(self.preference.kinds)}", f"reference: {self._described()}"]
+        return [*super().summary(), *lines, *self.source_lines()]
 
     def log(self, split: str, record: dict[str, Any]) -> None:
-        if split == "train":
-            record = record | {"num_tokens": self.counters.tokens}
-            if is_unpaired(self.config):
-                record = record | margins(record)
+        if split == "train" and is_unpaired(self.config):
+            record = record | margins(record)
         super().log(split, record)
 
     # -- the reference

@@ -9,20 +9,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtrain.config.schema import Config
-from jtrain.data.pairs import PairRows
-from jtrain.data.rows import EvalRows, TrainRows
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
-from jtrain.tasks.language import LanguageTrainer
 from jtrain.tasks.preference import Batch, halves
 from jtrain.tasks.preference_losses import bradley_terry
+from jtrain.tasks.preference_trainer import PreferenceTrainer
 from jtrain.tasks.router_losses import router_losses
 from jtrain.tasks.source import ModelSource
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import Loss, LossFn, Metric
 
 
-class RewardTrainer(LanguageTrainer):
+class RewardTrainer(PreferenceTrainer):
     """Trains a reward model on pairs (see `jtrain/data/pairs.py`), which may have a `margin`.
 
     The reward of a text is the score at its last token that is not the padding token, as in transformers' sequence
@@ -32,17 +30,7 @@ class RewardTrainer(LanguageTrainer):
     """
 
     task = "reward"
-
-    def __init__(self, *args: Any, **keywords: Any):
-        self._sources: list[tuple[str, PairRows]] = []
-        super().__init__(*args, **keywords)
-
-    def settle(self, config: Config) -> Config:
-        model = config.model
-        if not config.reward.disable_dropout or not (model.dropout or model.lora.dropout):
-            return config
-        model = model.model_copy(update={"dropout": 0.0, "lora": model.lora.model_copy(update={"dropout": 0.0})})
-        return config.model_copy(update={"model": model})
+    left_out = "longer than max_length"
 
     def adapt(self, source: ModelSource) -> None:
         if source.decoder.num_labels > 1:
@@ -54,13 +42,6 @@ class RewardTrainer(LanguageTrainer):
 
     def make_loss(self, config: Config) -> LossFn:
         return reward_loss(self.tokenizer.pad_id, config.reward.center_rewards_coefficient)
-
-    def read_data(self, config: Config, train: Any, held_out: Any) -> tuple[Any, Any]:
-        found = super().read_data(config, train, held_out)
-        for name, rows in zip(("train", "eval"), found, strict=True):
-            sources = rows.sources if isinstance(rows, TrainRows | EvalRows) else ()
-            self._sources += [(name, source) for source in sources if isinstance(source, PairRows)]
-        return found
 
     def figures_of(self, sums: Sums) -> dict[str, float]:
         return {}
@@ -74,14 +55,7 @@ class RewardTrainer(LanguageTrainer):
         raise ConfigError("generate: a reward model writes no text", "use predict, which gives rewards")
 
     def summary(self) -> list[str]:
-        lines = super().summary()
-        for name, source in self._sources:
-            left_out = f", {source.dropped:,} longer than max_length left out" if source.dropped else ""
-            lines.append(f"{name}: {len(source):,} rows ({source.title}){left_out}")
-        return lines
-
-    def log(self, split: str, record: dict[str, Any]) -> None:
-        super().log(split, record | ({"num_tokens": self.counters.tokens} if split == "train" else {}))
+        return [*super().summary(), *self.source_lines()]
 
 
 def reward_loss(pad_id: int, center_rewards_coefficient: float = 0.0) -> LossFn:

@@ -193,7 +193,7 @@ def has_images(record: Mapping[str, Any]) -> bool:
         value = record.get(name)
         if value is not None and not (isinstance(value, str | list | tuple | dict) and not value):
             return True
-    messages = [m for value in record.values() if isinstance(value, list | tuple) for m in conversation(value)]
+    messages = [m for value in record.values() if isinstance(value, list | tuple) for m in map(_message, value)]
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)

@@ -26,6 +26,7 @@ GOLDENS = json.loads((Path(__file__).parent / "goldens" / "evaluation.json").rea
 DATA = json.loads((Path(__file__).parent / "fixtures" / "sft" / "goldens.json").read_text())["data"]
 TEXTS = [{"text": text} for text in GOLDENS["texts"]]
 END = 2
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def echo(prompts, **options):
 def test_answers_are_scored_against_what_the_assistant_says_last(model):
     records = [
         {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}] * 2},
-        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": None, "tool_calls": []}]},
+        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
         {"messages": [{"role": "assistant", "content": "w9"}]},
     ]
     config = Reading().config(model, "sft", 128)

@@ -48,7 +48,8 @@ def _strong(shape: DualEncoderConfig) -> DualEncoderConfig:
     Weights are wider: with 0.02, all texts begin as one. SigLIP's bias begins at the log-odds of a pair being one in a
     batch of tens, not of ten thousands: from -10, all embeddings would first be drawn together.
     """
-    return shape.trained_with(initializer_range=0.1).replace(logit_bias_init=-4.0)
+    wide = shape.trained_with(initializer_range=0.1)
+    return wide.replace(logit_bias_init=-4.0) if shape.kind == "siglip" else wide
 
 
 DUAL_PRESETS: dict[str, DualEncoderConfig] = {

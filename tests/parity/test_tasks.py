@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,10 @@ from tests.parity.runs import Ledger, bits
 from tests.tasks.preferences import settings, word_model
 
 grid = pytest.mark.grid
+TESTS = Path(__file__).parents[1]
+LLAVA = TESTS / "tasks" / "fixtures" / "llava"
+OWN_MODEL = {"images": LLAVA / "clip-llama", "image and text": TESTS / "models" / "fixtures" / "clip"}
+"""Forms of rows that the model of words can not read, and what reads them."""
 MESH = {"devices": 8, "mesh": "fsdp=2,tensor=2,pipeline=2"}
 
 
@@ -23,6 +29,8 @@ def words(draw: np.random.Generator, least: int, most: int) -> str:
 def records(form: str) -> list[dict[str, Any]]:
     """Ten rows of many lengths: with four in a batch, a step crosses the end of an epoch."""
     draw, found = np.random.default_rng(0), []
+    if form == "images":  # conversations with one image, with two and with none
+        return json.loads((LLAVA / "rows.json").read_text()) * 2
     for number in range(10):
         prompt, first, second = words(draw, 1, 12), f" {words(draw, 1, 9)}", f" {words(draw, 1, 9)}"
         found.append(
@@ -31,6 +39,7 @@ def records(form: str) -> list[dict[str, Any]]:
                 "completion": {"prompt": prompt, "completion": first},
                 "pair": {"prompt": prompt, "chosen": first, "rejected": second},
                 "single": {"prompt": prompt, "completion": first, "label": number % 3 > 0},
+                "image and text": {"image": draw.integers(0, 256, (12, 12, 3), np.uint8), "text": f"red {number % 7}"},
             }[form]
         )
     return found
@@ -50,9 +59,13 @@ TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "orpo": ("dpo", "pair", {"dpo": {"loss_type": "orpo"}}),
     "simpo": ("dpo", "pair", {"dpo": {"loss_type": "simpo"}}),
     "reward": ("reward", "pair", {"reward": {"center_rewards_coefficient": 0.01}}),
+    "distill": ("distill", "completion", {"distill": {"loss": "jsd", "beta": 0.3, "top_k": 5, "ce_weight": 0.25}}),
+    # The encoder is trained as well: its gradient has to find its way.
+    "sft, images": ("sft", "images", {"sft": {"assistant_only_loss": True}, "optimizer": {"freeze": []}} | DROPOUT),
+    "contrastive": ("contrastive", "image and text", {"max_length": 8} | DROPOUT),
 }
 SMOKE = "dpo"
-ON_A_MESH = ("sft, packed", "dpo, adapters", "kto")
+ON_A_MESH = ("sft, packed", "dpo, adapters", "kto", "contrastive")
 """Stopped and resumed there; the others on one device."""
 
 
@@ -64,6 +77,7 @@ def cases() -> list[Any]:
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "model"
     word_model(folder)
+    word_model(folder.parent / "teacher", "qwen2")
     return folder
 
 
@@ -73,14 +87,21 @@ def trainer_for(name: str, model: Any, folder: Any, stop_at: int | None = None, 
     for part in (particular, {"max_steps": 4, "optimizer": {"learning_rate": 3e-3}}, changes):
         for key, value in part.items():
             config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
-    config["model"] |= {"path": str(model)}
+    config["model"] |= {"path": str(OWN_MODEL.get(form, model))}
+    if task == "distill":
+        config["distill"] |= {"teacher": str(model.parent / "teacher")}
+    if task == "contrastive":  # its rows have one length and no tables
+        config["data"] = {"shuffle": True}
     ledger = Ledger(stop_at)
     trainer = trainer_of(task)(config, train_dataset=records(form), callbacks=[ledger])
     trainer.fit()
     return trainer
 
 
-FIGURES = ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "entropy", "accuracy", "mean_token_accuracy")
+FIGURES = (
+    *("loss", "grad_norm", "rewards/margins", "rewards/chosen", "entropy", "accuracy", "mean_token_accuracy"),
+    *("kl", "logit_scale", "image_to_text_accuracy"),
+)
 
 
 def lines(trainer: Any) -> list[list[float]]:

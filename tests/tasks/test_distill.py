@@ -99,19 +99,21 @@ def test_an_evaluation_counts_tokens_whatever_the_batch_the_mesh_and_the_packing
     assert first["perplexity"] == pytest.approx(np.exp(first["eval_nll"]), rel=1e-6)
 
 
-@grid
 @pytest.mark.parametrize(
     ("section", "changes"),
     [
-        ({}, {"model": {"lora": {"rank": 4}}}),
-        ({}, {"precision": "bf16-mixed"}),
-        ({}, {"optimizer": {"ema_decay": 0.9}}),
-        ({"precompute_teacher": True}, {}),
-        ({"on_policy_fraction": 0.5, "max_completion_length": 6}, {}),
-        ({"seq_kd": True, "max_completion_length": 6, "sampling_temperature": 0.0}, {}),
+        pytest.param({}, {}, id="plain"),
+        pytest.param({}, {"model": {"lora": {"rank": 4}}}, id="lora", marks=grid),
+        pytest.param({}, {"precision": "bf16-mixed"}, id="bfloat16", marks=grid),
+        pytest.param({}, {"optimizer": {"ema_decay": 0.9}}, id="moving average", marks=grid),
+        pytest.param({"precompute_teacher": True}, {}, id="precomputed", marks=grid),
+        pytest.param({"on_policy_fraction": 0.5, "max_completion_length": 6}, {}, id="on policy", marks=grid),
+        pytest.param(
+            {"seq_kd": True, "max_completion_length": 6, "sampling_temperature": 0.0}, {},
+            id="teacher's completions", marks=grid,
+        ),
     ],
-    ids=["lora", "bfloat16", "moving average", "precomputed", "on policy", "teacher's completions"],
-)
+)  # fmt: skip
 def test_a_resumed_run_ends_with_the_same_bits(place, section, changes):
     config = config_of(
         place, {"top_k": 5, **section}, max_steps=4, global_batch_size=2, data={"shuffle": True}, **changes
@@ -127,8 +129,7 @@ def resumes_alike(place, config):
     losses = {line["step"]: line["loss"] for line in whole.history.train}
     assert resumed.history.train and all(line["loss"] == losses[line["step"]] for line in resumed.history.train)
     assert resumed.history.eval[-1] == whole.history.eval[-1]
-    for got, want in zip(*(bits(t.state.params) for t in (resumed, whole)), strict=True):
-        assert got == want
+    assert bits(resumed.state) == bits(whole.state) and resumed.counters == whole.counters
     return whole
 
 

@@ -119,7 +119,10 @@ def run(args: list[str]) -> int:
     model = load_model(path, given.get("dtype", "float32"), given.get("mesh"), given.get("step"))
     if "tokenizer" in given:
         model = dataclasses.replace(model, tokenizer=load_tokenizer(given["tokenizer"]))
-    found = _on_data(model, given, metrics) if "data" in given else {}
+    found: dict[str, Any] = {}
+    unwritten: StorageError | None = None
+    if "data" in given:
+        found, unwritten = _on_data(model, given, metrics)
     table = ""
     if tasks:
         names = ("num-fewshot", "limit", "max-length", "chat-template", "apply-chat-template", "system-instruction")
@@ -132,11 +135,13 @@ def run(args: list[str]) -> int:
     else:
         _print(found)
         print(table, end="")
+    if unwritten is not None:  # what was computed is not lost with the file
+        raise unwritten
     return 0
 
 
-def _on_data(model: Any, given: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
-    """The figures of `--data`."""
+def _on_data(model: Any, given: Mapping[str, Any], metrics: list[str]) -> tuple[dict[str, Any], StorageError | None]:
+    """The figures of `--data`, and why the file of predictions could not be written."""
     from jtrain.tasks.evaluate import answer, evaluate, open_answers
 
     options = _options(given, _READING) | {"append_eos": "no-eos" not in given}
@@ -156,11 +161,10 @@ def _on_data(model: Any, given: Mapping[str, Any], metrics: list[str]) -> dict[s
         )
     found: dict[str, Any] = evaluate(model, given["data"], **options, **running)
     if evaluation is None:
-        return found
+        return found, None
     result = answer(model, evaluation, **running)
-    if "predictions" in given:
-        _write(given["predictions"], result.samples)
-    return found | result.metrics | {"signatures": result.signatures}
+    found |= result.metrics | {"prompts_left_out": result.left_out, "signatures": result.signatures}
+    return found, _write(given["predictions"], result.samples) if "predictions" in given else None
 
 
 def _options(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -187,9 +191,8 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         if given.get(name, 1) < 1:
             raise ConfigError(f"--{name} {given[name]}", "write a positive number, or leave it out")
-    target = os.path.dirname(given.get("predictions", "")) or "."
-    if not os.path.isdir(target):
-        raise ConfigError(f"--predictions {given['predictions']}: there is no folder {target}", "make it first")
+    if "predictions" in given:
+        _check_file(given["predictions"])
     if given.get("num-fewshot", 0) < 0:
         raise ConfigError(f"--num-fewshot {given['num-fewshot']}", "write 0 or a positive number")
     for name, needs in _NEEDS.items():
@@ -218,12 +221,25 @@ def _print(found: Mapping[str, Any]) -> None:
             print(f"{name:<26} {value:.6g}")
 
 
-def _write(name: str, rows: list[dict[str, str]]) -> None:
+def _check_file(name: str) -> None:
+    """Sees, before anything is computed, that predictions can be written there."""
+    target = os.path.dirname(name) or "."
+    if not name.strip() or os.path.isdir(name):
+        what = "it is a folder" if name.strip() else "it has no name"
+        raise ConfigError(f"--predictions {name!r}: {what}", "name a file, such as answers.jsonl")
+    if not os.path.isdir(target):
+        raise ConfigError(f"--predictions {name}: there is no folder {target}", "make it first")
+    if not os.access(name if os.path.exists(name) else target, os.W_OK):
+        raise ConfigError(f"--predictions {name}: it can't be written", "name another file, or change its permissions")
+
+
+def _write(name: str, rows: list[dict[str, str]]) -> StorageError | None:
     try:
         with open(name, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except OSError as error:
-        raise StorageError(f"--predictions {name}: {error.strerror}", "name a file that can be written") from error
+        return StorageError(f"--predictions {name}: {error.strerror}", "name a file that can be written")
+    return None
 
 
 def _report(text: str) -> None:

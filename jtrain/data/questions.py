@@ -27,11 +27,13 @@ class Question(NamedTuple):
       ids: the prompt in tokens, ready for an answer.
       reference: the answer that the record holds: its completion, or what the assistant says last.
       record: all of its fields.
+      where: its source and number, for messages.
     """
 
     ids: list[int]
     reference: str
     record: Mapping[str, Any]
+    where: str = "data"
 
 
 def read_questions(
@@ -81,7 +83,7 @@ def read_questions(
                 continue
             raise DataError(f"{name}: record {number}: {error.message}", error.remedy) from error
         if found is not None:
-            yield found
+            yield found._replace(where=f"{name}: record {number}")
 
 
 def _question(encoder: ChatEncoder, record: Mapping[str, Any], form: str) -> Question | None:

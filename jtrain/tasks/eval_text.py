@@ -30,11 +30,13 @@ class TextResult(NamedTuple):
       metrics: `eval_<name>` -> number, and what the callable returned under its own names.
       signatures: how they were computed.
       samples: the first ones: prompt, completion and reference.
+      left_out: how many prompts were too long to be answered.
     """
 
     metrics: dict[str, float]
     signatures: dict[str, str]
     samples: list[dict[str, str]]
+    left_out: int = 0
 
 
 class TextEvaluation:
@@ -49,10 +51,11 @@ class TextEvaluation:
       examples: how many prompts are answered.
       max_new_tokens: of an answer.
       samples: how many answers are shown.
-      leave_out: prompts that are too long are left out; else they are an error.
+
+    Prompts that leave no room for an answer are left out; `left_out` counts them.
 
     Raises:
-      ConfigError: a metric that is not known or not installed; prompts that are too long.
+      ConfigError: a metric that is not known or not installed; all prompts are too long.
       DataError: there is no prompt.
     """
 
@@ -67,7 +70,6 @@ class TextEvaluation:
         examples: int = 100,
         max_new_tokens: int = 128,
         samples: int = 0,
-        leave_out: bool = False,
     ):
         check_metrics(metrics)
         self._metrics, self._compute, self._samples = tuple(metrics), compute, samples
@@ -81,11 +83,11 @@ class TextEvaluation:
             )
         fitting = [question for question in found if len(question.ids) + max_new_tokens <= limit]
         self.left_out = len(found) - len(fitting)
-        if self.left_out and not (leave_out and fitting):
-            place, longest = max(enumerate(found), key=lambda pair: len(pair[1].ids))
-            room = limit - len(longest.ids)
+        if not fitting:
+            shortest = min(found, key=lambda question: len(question.ids))
+            room = limit - len(shortest.ids)
             raise ConfigError(
-                f"the prompt of example {place + 1} has {len(longest.ids)} tokens, and with max_new_tokens="
+                f"{shortest.where}: the shortest prompt has {len(shortest.ids)} tokens, and with max_new_tokens="
                 f"{max_new_tokens} that is over the {limit} that the model takes",
                 f"write max_new_tokens: {room} (or less)" if room > 0 else "shorten the prompts",
             )
@@ -110,7 +112,7 @@ class TextEvaluation:
             {"prompt": self._tokenizer.decode(ids, skip_special=False), "completion": text, "reference": reference}
             for ids, text, reference in list(zip(prompts, predictions, references, strict=True))[: self._samples]
         ]
-        return TextResult(metrics, scores.signatures, samples)
+        return TextResult(metrics, scores.signatures, samples, self.left_out)
 
 
 def generate_sorted(

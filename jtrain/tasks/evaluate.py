@@ -207,7 +207,7 @@ def open_answers(
       compute: a further metric, `compute(predictions, references, **columns) -> name -> number`.
 
     Raises:
-      ConfigError: see `evaluate`; a metric that is not known or not installed; a prompt that is too long.
+      ConfigError: see `evaluate`; a metric that is not known or not installed; no prompt leaves room for an answer.
       DataError: see `evaluate`; data without prompts and answers.
     """
     check_metrics(metrics)  # before files are read
@@ -234,7 +234,8 @@ def answer(
 ) -> TextResult:
     """What a model answers to the prompts of an evaluation, scored; the arguments are those of `evaluate_answers`."""
     if report is not None:
-        report(f"{len(evaluation):,} prompts, at most {evaluation.max_new_tokens} new tokens, temperature 0")
+        left = f" ({evaluation.left_out:,} that are too long left out)" if evaluation.left_out else ""
+        report(f"{len(evaluation):,} prompts{left}, at most {evaluation.max_new_tokens} new tokens, temperature 0")
     result = evaluation(functools.partial(generate, model), batch_size)
     if report is not None:
         for name, signature in result.signatures.items():

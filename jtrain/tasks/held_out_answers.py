@@ -86,7 +86,6 @@ class HeldOutAnswers:
             examples=dry or section.metric_examples,
             max_new_tokens=section.max_new_tokens,
             samples=min(section.num_samples, dry or section.num_samples),
-            leave_out=True,
         )
 
     def _questions(self, sources: Sequence[Any], rows: EvalRows | None) -> Iterator[Question]:

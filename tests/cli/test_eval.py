@@ -61,6 +61,40 @@ def test_figures_that_are_no_number_are_null_in_json(folder, data, capsys, monke
     assert "NaN" not in text and "Infinity" not in text
 
 
+def test_the_file_of_predictions_is_checked_first_and_figures_are_printed_without_it(
+    folder, data, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, **more: [Generation("w0", [], [], "stop", [])] * 3)
+    answers, args = (
+        tmp_path / "answers",
+        ["--data", data, "--json", "--metrics", "exact_match", "--max-new-tokens", "2"],
+    )
+
+    def remove(*args, **options):
+        answers.mkdir()  # while the model computes
+        return {"eval_loss": 1.5}
+
+    monkeypatch.setattr(evaluate, "evaluate", remove)
+    for name in (str(tmp_path), "", str(tmp_path / "no" / "file")):
+        assert main(["eval", folder, *args, "--predictions", name]) == 64
+        assert not answers.exists() and "--predictions" in capsys.readouterr().err
+    assert main(["eval", folder, *args, "--predictions", str(answers)]) == 14
+    said = capsys.readouterr()
+    assert json.loads(said.out)["eval_loss"] == 1.5 and f"--predictions {answers}: Is a directory" in said.err
+
+
+def test_prompts_without_room_for_an_answer_are_left_out_and_counted(folder, data, capsys, monkeypatch):
+    with open(data, "a") as file:
+        file.write(json.dumps({"prompt": "w1 " * 125, "completion": "w1"}) + "\n")
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: {})
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, **more: [Generation("w0", [], [], "stop", [])] * 3)
+    args = ["--data", data, "--metrics", "exact_match", "--max-new-tokens", "8", "--json"]
+    assert main(["eval", folder, *args]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["prompts_left_out"] == 1
+    assert "3 prompts (1 that are too long left out)" in said.err
+
+
 def test_figures_are_printed_a_line_each(folder, data, capsys):
     assert main(["eval", folder, "--data", data, "--all-tokens", "--no-eos"]) == 0
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines())

@@ -120,9 +120,9 @@ def _modules(
 
 def _base(path: str) -> str | None:
     """What the run began with, as its config names it."""
-    from etils import epath
+    from jtrain.checkpoint import layout
 
-    file = run_of(epath.Path(path)) / "config.yaml"
+    file = run_of(layout.run_path(path)) / "config.yaml"
     if not file.exists():
         return None
     data, _ = read_yaml(file.read_text(), str(file))

@@ -39,7 +39,7 @@ from jtrain.parallel.sharding import Rules
 from jtrain.tasks.companion_files import has_tokenizer, token_ids, with_tokenizer
 from jtrain.tasks.loaded import as_mesh, make_precision, plan_of, rules_for
 from jtrain.tasks.model_folder import decoder_of_json, has_model_folder, read_files, write_files
-from jtrain.tasks.opened import run_of
+from jtrain.tasks.opened import looking_at, run_of
 from jtrain.train.model import FunctionalModel, functional_model
 from jtrain.train.precision import Precision
 from jtrain.train.state import StatePlan
@@ -91,8 +91,10 @@ class OpenedDual:
             text = os.fspath(hub_folder(text))
         self.path = text
         self._folder: HfFolder | None = None
-        run = run_of(layout.run_path(text))
-        if has_model_folder(run):
+        with looking_at(text):
+            run = run_of(layout.run_path(text))
+            found = has_model_folder(run)
+        if found:
             self.files = read_dual_files(run)
             self.path = text if step is None else os.fspath(_step(run, step))
             return
@@ -126,8 +128,10 @@ class OpenedDual:
 def is_dual(path: str | os.PathLike[str]) -> bool:
     """Whether a model of images and texts lies at a path; False too where nothing does."""
     text = os.path.expanduser(os.fspath(path))
-    run = run_of(layout.run_path(text))
-    if has_model_folder(run):
+    with looking_at(text):
+        run = run_of(layout.run_path(text))
+        found = has_model_folder(run)
+    if found:
         return bool(read_files(run, lambda text, companions, folder: "dual_encoder" in text))
     if is_hub_name(text) and not os.path.exists(text):
         text = os.fspath(hub_folder(text))

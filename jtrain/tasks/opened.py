@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from etils import epath
@@ -19,7 +21,7 @@ from jtrain.checkpoint.parameters import load_parameters, load_variables, saved_
 from jtrain.config.paths import is_hub_name
 from jtrain.data.hub import hub_folder
 from jtrain.data.tokenizers import Tokenizer, load_tokenizer
-from jtrain.errors import CheckpointError, ConfigError
+from jtrain.errors import CheckpointError, ConfigError, JtrainError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import family
 from jtrain.models.families.dual_encoder import MODEL_TYPES
@@ -198,12 +200,8 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     if os.path.isfile(text) and not is_gguf(text):
         raise ConfigError(f"{text} is a file", "give the folder that holds config.json and model.safetensors")
     place = layout.run_path(text)
-    try:
+    with looking_at(text):
         found = not is_gguf(text) and is_run(place)
-    except Exception as error:
-        if "://" not in text:
-            raise
-        raise ConfigError(f"{text} can't be looked at: {error}", "see that its store can be reached") from error
     if found:
         return RunModel(place, step)
     if step is not None:
@@ -217,6 +215,17 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     if is_hub_name(text) and not os.path.exists(text):
         return HfModel(HfFolder(hub_folder(text)))
     return HfModel(HfFolder(text))
+
+
+@contextlib.contextmanager
+def looking_at(text: str) -> Iterator[None]:
+    """Says what a store answers (a URL's) as an error of the path: stores have error classes of their own."""
+    try:
+        yield
+    except Exception as error:
+        if "://" not in text or isinstance(error, JtrainError):
+            raise
+        raise ConfigError(f"{text} can't be looked at: {error}", "see that its store can be reached") from error
 
 
 def run_of(path: epath.Path) -> epath.Path:

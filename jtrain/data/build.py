@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,14 +68,25 @@ def build_data(
 
 
 def build_eval(
-    config: Config, tokenizer: Tokenizer, data: Any, *, progress: bool = True, field: str = "data.eval"
+    config: Config,
+    tokenizer: Tokenizer,
+    data: Any,
+    *,
+    progress: bool = True,
+    field: str = "data.eval",
+    check: Callable[[TokenStore], None] | None = None,
 ) -> EvalRows:
     """Rows for an evaluation: of texts or examples in memory, or of paths (which messages call `field`).
+
+    `check` sees the tokens of each source before rows are planned.
 
     Raises:
       DataError: data that can't be used; StorageError: a cache that can't be written.
     """
     stores = _open(config, tokenizer, data, field, "eval_dataset", progress)
+    if check is not None:
+        for store, _ in stores:
+            check(store)
     packed = _packed(config, tokenizer, stores, [store.edges for store, _ in stores])
     return EvalRows(packed, buckets=_buckets(config))
 

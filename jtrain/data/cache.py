@@ -125,9 +125,10 @@ def open_store(
     tokens = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]), "r")
     edges = np.load(path / "edges.npy", mmap_mode="r", allow_pickle=False)
     if not meta.get("targets"):
-        return TokenStore(tokens, edges, key, path)
+        return TokenStore(tokens, edges, key, path, bad_records=meta["bad_records"])
     targets = np.memmap(path / "targets.bin", np.uint8, "r")
-    store = TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
+    values = np.fromfile(path / "values.bin", np.float32)
+    store = TokenStore(tokens, edges, key, path, targets, values, bad_records=meta["bad_records"])
     if not meta.get("images"):
         return store
     from jtrain.data.examples import with_cached_images  # it reads options of this module
@@ -281,17 +282,17 @@ def _check_policy(bad: Sequence[dict[str, Any]], options: CacheOptions) -> None:
     limit = options.max_bad_records if options.on_bad_record == "skip" else 0
     if len(bad) <= limit:
         return
-    first = bad[0]
-    line = f" (line {first['index'] + 1})" if first["kind"] == "jsonl" else ""
-    where = first["file"] if first["kind"] == "text" else f"{first['file']}: record {first['index']}{line}"
+    first, unit = bad[0], {"text": "", "jsonl": "line"}.get(bad[0]["kind"], "record")
+    where = f"{first['file']}: {unit} {first['index'] + 1}" if unit else first["file"]
+    remedy = first["remedy"].rstrip(".") + "."  # what follows is a sentence of its own
     if options.on_bad_record == "skip":
         raise DataError(
             f"more than {limit} bad records (data.max_bad_records); the first: {where} {first['reason']}",
-            f"{first['remedy']} Or raise data.max_bad_records.",
+            f"{remedy} Or raise data.max_bad_records.",
         )
     raise DataError(
         f"{where} {first['reason']}",
-        f"{first['remedy']} Or leave such records out: data.on_bad_record: skip (up to data.max_bad_records).",
+        f"{remedy} Or leave such records out: data.on_bad_record: skip (up to data.max_bad_records).",
     )
 
 

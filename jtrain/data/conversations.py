@@ -138,7 +138,10 @@ class ChatEncoder:
         return ids if self._eos is None or ids[-1:] == [self._eos] else [*ids, self._eos]
 
     def _template(self) -> ChatTemplate:
-        assert self.template is not None  # whoever has messages loads it
+        if self.template is None:  # the first record holds texts, and decides
+            raise DataError(
+                "it holds no texts, and the records before it do", "Give texts, or messages, in all records."
+            )
         return self.template
 
 
@@ -246,15 +249,19 @@ def needs_template(record: Mapping[str, Any], form: str) -> bool:
     return form == MESSAGES or (form == PROMPT_COMPLETION and not isinstance(record["prompt"], str))
 
 
-def no_form(where: str, record: Mapping[str, Any], text_field: str) -> DataError:
+def no_form(where: str, record: Mapping[str, Any], text_field: str, option: str = "data.text_field") -> DataError:
     """The error for data whose fields fit no form."""
-    return DataError(f"{where}: its records have the fields {columns(record)}", f"SFT reads {_known(text_field)}.")
+    nulls = [name for name in (*_CONVERSATION, "prompt", "completion", text_field) if record.get(name, 0) is None]
+    what = f", and {' and '.join(nulls)} of the first record is null" if nulls else ""
+    return DataError(
+        f"{where}: its records have the fields {columns(record)}{what}", f"Give {_known(text_field, option)}."
+    )
 
 
-def _known(text_field: str) -> str:
+def _known(text_field: str, option: str = "data.text_field") -> str:
     return (
         f"prompt and completion (texts, or lists of messages), messages (a conversation), or {text_field} "
-        "(data.text_field: the field that holds a text)"
+        f"({option}: the field that holds a text)"
     )
 
 

@@ -139,7 +139,7 @@ def example_store(
     if not found:
         raise DataError(f"{name} holds no example", "Every record of it is empty.")
     ids, targets, values, images = zip(*found, strict=True)
-    store = TokenStore.from_documents(ids, targets, values)
+    store = replace(TokenStore.from_documents(ids, targets, values), bad_records=bad)
     if "image_token" not in options.recipe.options:
         return store
     payloads = [payload for of_example in images for payload in of_example]

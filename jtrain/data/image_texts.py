@@ -95,7 +95,8 @@ def read_pairs(source: Any, fields: Fields, *, field: str) -> list[Pair]:
     else:
         pairs = [_pair(source[n], fields, f"{field}[{n}]", None) for n in range(len(source))]
     if not pairs:
-        raise DataError(f"{field}: {source if isinstance(source, str) else ''} holds no record", _REMEDY)
+        where = f"{field}: {source}" if isinstance(source, str) else field
+        raise DataError(f"{where} holds no record", _REMEDY)
     return pairs
 
 
@@ -113,7 +114,7 @@ def _of_file(path: str, fields: Fields) -> list[Pair]:
     for chunk in plan_chunks(path, kind, CHUNK_BYTES, 1 << 62):
         for record in read_records(chunk, fields.text):
             number += 1
-            name = f"{path}, record {number}"
+            name = f"{path}: {'line' if kind == 'jsonl' else 'record'} {number}"
             if isinstance(record, Bad):
                 raise DataError(f"{name} {record.reason}", record.remedy)
             if record is not None:
@@ -134,7 +135,7 @@ def _of_arrays(arrays: Mapping[str, Any], fields: Fields, name: str, folder: str
         has = ", ".join(f"{one} {list(np.shape(array))}" for one, array in arrays.items()) or "nothing"
         raise DataError(f"{name} has {has}", "Give images, and texts or labels, of one length.")
     return [
-        _pair({ours: array[n] for ours, array in held.items()}, fields, f"{name}, record {n + 1}", folder)
+        _pair({ours: array[n] for ours, array in held.items()}, fields, f"{name}: record {n + 1}", folder)
         for n in range(lengths[fields.image])
     ]
 

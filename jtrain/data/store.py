@@ -47,6 +47,7 @@ class TokenStore:
       targets: uint8 [tokens], 1 where a token may be a target of the loss; None: all of them.
       values: float32 [documents], a number that came with each document (see `Example.value`); None: there is none.
       images: of the documents of a model that sees; None: it reads text alone.
+      bad_records: how many records could not be used and were left out.
     """
 
     tokens: np.ndarray
@@ -56,6 +57,7 @@ class TokenStore:
     targets: np.ndarray | None = None
     values: np.ndarray | None = None
     images: StoredImages | None = None
+    bad_records: int = 0
 
     @classmethod
     def from_documents(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jtrain.data.cache import CacheOptions
@@ -45,18 +46,21 @@ def text_store(
     check_special_tokens(tokenizer, recipe)
     before = [tokenizer.bos_id] if recipe.prepend_bos else []
     after = [tokenizer.eos_id] if recipe.append_eos else []
-    texts = _texts(records, recipe.text_field, options, name)
+    bad: list[int] = []
+    texts = _texts(records, recipe.text_field, options, name, bad)
     documents: list[list[Any]] = []
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
         documents += [[*before, *ids, *after] for ids in encode_texts(batch, tokenizer)]
     if not documents:
         raise DataError(f"{name} holds no text", f"Every {recipe.text_field!r} of it is empty.")
-    return TokenStore.from_documents(documents)
+    return replace(TokenStore.from_documents(documents), bad_records=len(bad))
 
 
-def _texts(records: Sequence[Mapping[str, Any]], field: str, options: CacheOptions, name: str) -> Iterator[str]:
+def _texts(
+    records: Sequence[Mapping[str, Any]], field: str, options: CacheOptions, name: str, bad: list[int]
+) -> Iterator[str]:
+    """The texts; numbers of records without any go into `bad`."""
     limit = options.max_bad_records if options.on_bad_record == "skip" else 0
-    bad = 0
     for index in range(len(records)):
         record = records[index]
         text = record.get(field)
@@ -64,12 +68,12 @@ def _texts(records: Sequence[Mapping[str, Any]], field: str, options: CacheOptio
             if text:
                 yield text
             continue
-        bad += 1
-        if bad > limit:
+        bad.append(index)
+        if len(bad) > limit:
             what = f"has no field {field!r}" if field not in record else f"has {text!r} as {field!r}, which is no text"
             raise DataError(
                 f"{name}[{index}] {what}",
                 f"Its fields are: {', '.join(map(str, record))}. Set data.text_field to the one that holds the text.",
             )
     if bad:
-        log.warning("%d records of %s have no text and were left out", bad, name)
+        log.warning("%d records of %s have no text and were left out", len(bad), name)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jtrain.data.examples import first_record
 from jtrain.data.questions import read_questions
 from jtrain.data.rows import EvalRows, PackedRows
 from jtrain.data.sft import buckets_of, counts
+from jtrain.data.store import TokenStore
 from jtrain.data.texts import is_texts
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.data.windows import WindowRows
@@ -138,7 +139,8 @@ def evaluate(
 
     Returns:
       `eval_loss` (nats a target token), `perplexity`, `bits_per_byte` where the bytes are known,
-      `eval_mean_token_accuracy`, `target_tokens`, and `target_bytes` where they are known.
+      `eval_mean_token_accuracy`, `target_tokens`, and `target_bytes` where they are known; with `on_bad_record="skip"`
+      `records_left_out`.
 
     Raises:
       ConfigError: an option that can't be, a row longer than the model takes, a model without a tokenizer.
@@ -161,7 +163,10 @@ def evaluate(
     of_examples = how.config(model, "sft", length)
     if examples:
         found += _example_rows(of_examples, tokenizer, examples, how.truncation, limit, say)
-    return figures(model, EvalRows(found, buckets=buckets_of(of_examples)), batch_size)
+    result = figures(model, EvalRows(found, buckets=buckets_of(of_examples)), batch_size)
+    if how.on_bad_record == "skip":
+        result["records_left_out"] = sum(rows.store.bad_records for rows in found)
+    return result
 
 
 def evaluate_answers(
@@ -313,7 +318,7 @@ def _by_form(sources: Sequence[Any], text_field: str) -> tuple[list[Any], list[A
         record = first_record(source, text_field, field="--data", name=name)
         form = form_of(record, text_field)
         if form is None:
-            raise no_form(name, record, text_field)
+            raise no_form(name, record, text_field, option="text_field")
         (texts if form == TEXT else examples).append(source)
     return texts, examples
 
@@ -322,9 +327,18 @@ def _name(source: Any) -> str:
     return f"--data: {source}" if isinstance(source, str) else "data"
 
 
-def _rows_of(config: Config, tokenizer: Tokenizer, sources: Sequence[Any]) -> list[tuple[Any, PackedRows]]:
-    rows = [build_eval(config, tokenizer, [s] if isinstance(s, str) else s, field="--data") for s in sources]
-    return [(source, part) for source, found in zip(sources, rows, strict=True) for part in found.sources]
+def _rows_of(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[Any], check: Callable[[Any, TokenStore], None] | None = None
+) -> Iterator[tuple[Any, PackedRows]]:
+    for source in sources:
+        mine = None if check is None else functools.partial(check, source)
+        data = [source] if isinstance(source, str) else source
+        for rows in build_eval(config, tokenizer, data, field="--data", check=mine).sources:
+            yield source, rows
+
+
+def _left_out(rows: PackedRows) -> str:
+    return f"; {rows.store.bad_records:,} records that can't be used left out" if rows.store.bad_records else ""
 
 
 def _text_rows(
@@ -343,7 +357,7 @@ def _text_rows(
         if long:
             how = f"windows, {stride} tokens apart" if stride else "pieces (stride lets them overlap)"
             text += f"; {long:,} longer than a row: scored in {how}"
-        say(text)
+        say(text + _left_out(rows))
         found.append(rows)
     return found
 
@@ -351,23 +365,27 @@ def _text_rows(
 def _example_rows(
     config: Config, tokenizer: Tokenizer, sources: Sequence[Any], truncation: str | None, limit: int, say: Report
 ) -> list[PackedRows]:
-    found = []
-    for source, rows in _rows_of(config, tokenizer, sources):
-        number = counts(rows)
-        if number["cut"] and truncation is None:
-            sizes = np.diff(rows.edges)
-            first = int(np.argmax(sizes > config.max_length))
+    def check(source: Any, store: TokenStore) -> None:
+        """Says that an example is too long before a plan finds nothing to score in what would stay of it."""
+        sizes = np.diff(store.edges)
+        long = sizes > config.max_length
+        if truncation is None and long.any():
+            first = int(np.argmax(long))
             more = f"max_length: {min(int(sizes.max()), limit)}" if config.max_length < limit else ""
             raise DataError(
-                f"{_name(source)}: {number['cut']:,} of {number['examples']:,} examples are longer than a row of "
+                f"{_name(source)}: {long.sum():,} of {len(sizes):,} examples are longer than a row of "
                 f"{config.max_length} tokens; the first is number {first + 1}, with {sizes[first]}",
                 f"write {more}{', or ' if more else ''}truncation: keep_start (or keep_end), which scores a part",
             )
+
+    found = []
+    for source, rows in _rows_of(config, tokenizer, sources, check):
+        number = counts(rows)
         text = f"{_name(source)}: {number['examples']:,} examples ({rows.title.replace(' learned', ' scored')})"
         if number["left_out"]:
             text += f"; {number['left_out']:,} without such a token left out"
         if number["cut"]:
             text += f"; {number['cut']:,} cut to {config.max_length} tokens ({truncation})"
-        say(text)
+        say(text + _left_out(rows))
         found.append(rows)
     return found

@@ -133,7 +133,13 @@ def test_a_wrong_call_is_answered_with_64(args, message, folder, data, capsys):
     (
         (None, [], "no/such.jsonl"),
         ("", [], "holds no record"),
-        ('{"question": "a"}\n', [], "the fields question"),
+        ('{"question": "a"}\n', [], "the fields question\n  Give prompt and completion"),
+        ('{"text": null}\n', [], "the fields text, and text of the first record is null"),
+        (
+            '{"prompt": "w1", "completion": " w2"}\n{"prompt": 3, "completion": 4}\n',
+            [],
+            "line 2 can't be used: it holds",
+        ),
         ("not json\n", [], "no line is a JSON object"),
         ('{"text": "w1 w2"}\n', ["--metrics", "exact_match"], "its records hold texts"),
         ('{"text": "w1"}\n', ["--no-eos"], "nothing to predict"),

@@ -155,7 +155,7 @@ def test_what_can_not_be_read_is_named_by_its_line(record, message, tmp_path):
     changes = {"sft.assistant_only_loss": False} if "text" in record else {}
     with pytest.raises(DataError, match=message) as error:
         rows_of(tmp_path, [first, record], **changes)
-    assert "rows.jsonl: record 1 (line 2)" in error.value.message
+    assert "rows.jsonl: line 2" in error.value.message
     assert error.value.remedy
 
 
@@ -192,7 +192,7 @@ def test_a_model_of_texts_refuses_images(tmp_path):
     ):
         plain = chat("w1 w2", images=[]) if "text" not in images else {"text": "w1", "image": None}
         changes = {"sft.assistant_only_loss": "text" not in images}
-        for records, line in (([images, plain], "record 0 (line 1)"), ([plain, images], "record 1 (line 2)")):
+        for records, line in (([images, plain], "line 1"), ([plain, images], "line 2")):
             with pytest.raises(DataError, match="it holds images, and the model reads text alone") as error:
                 rows_of(tmp_path, records, folder=folder, **changes)
             assert f"rows.jsonl: {line}" in error.value.message

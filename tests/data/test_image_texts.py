@@ -131,13 +131,13 @@ def test_records_that_can_not_be_used_are_named(source, fields, message):
 def test_bad_files_and_images_are_named_with_their_record(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"image": "gone.png", "text": "a"}\n{"image": "gone.png"\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl, record 2 is not JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 2 is not JSON"):
         read_pairs(str(path), Fields(), field="x")
     path.write_text('{"image": "gone.png", "text": "a"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl, record 1: the image .*gone\.png does not exist"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 1: the image .*gone\.png does not exist"):
         rows(read_pairs(str(path), Fields(), field="x")).rows(np.arange(1))
     (tmp_path / "gone.png").write_bytes(png(np.zeros((5, 4, 3), np.uint8)))
-    with pytest.raises(DataError, match=r"record 1: an image becomes \[5, 4, 3\], and the model takes \[4, 4, 3\]"):
+    with pytest.raises(DataError, match=r"line 1: an image becomes \[5, 4, 3\], and the model takes \[4, 4, 3\]"):
         rows(read_pairs(str(path), Fields(), field="x")).rows(np.arange(1))
     for name, content in (("a.npz", b"no"), ("b.npz", png(IMAGES[0]))):
         (tmp_path / name).write_bytes(content)

@@ -123,6 +123,7 @@ def test_what_was_found_is_said(model, tmp_path):
     assert said == [f"--data: {file}: 6 examples (messages; the assistant's turns are scored)"]
 
 
+FILLED = [{"prompt": "w1", "completion": " w2"}, {"prompt": "w1 " * 200, "completion": " w2 w3"}]
 LONG = [{"prompt": "w1 " * 100, "completion": " w2" * 60}]
 
 
@@ -135,6 +136,7 @@ LONG = [{"prompt": "w1 " * 100, "completion": " w2" * 60}]
         (TEXTS, {"batch_size": 0}, ConfigError, "batch_size=0"),
         (TEXTS, {"assistant_only_loss": True}, ConfigError, "no message of an assistant"),
         (LONG, {}, DataError, "1 of 1 examples are longer than a row of 128 tokens; the first is number 1, with 161"),
+        (FILLED, {}, DataError, "1 of 2 examples are longer than a row of 128 tokens; the first is number 2, with 203"),
         ([{"question": "a"}], {}, DataError, "the fields question"),
         ([], {}, DataError, "give a path"),
         ("no/such.jsonl", {}, DataError, "--data: no/such.jsonl"),
@@ -144,6 +146,24 @@ def test_what_can_not_be_evaluated_is_refused(model, data, options, error, messa
     with pytest.raises(error) as caught:
         evaluate(model, data, **options)
     assert message in str(caught.value)
+
+
+def test_a_prompt_that_fills_a_row_is_an_example_that_is_too_long(model):
+    with pytest.raises(DataError, match="1 of 1 examples are longer than a row of 128 tokens"):
+        evaluate(model, FILLED[1:])
+
+
+@pytest.mark.parametrize("good", ({"text": "w1 w2"}, {"prompt": "w1", "completion": " w2"}))
+def test_records_that_are_left_out_are_counted(model, tmp_path, good):
+    file, said = tmp_path / "data.jsonl", []
+    bad = {name: 3 for name in good}
+    records = [good, bad, good, bad]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records) + "no json\n")
+    options = {"on_bad_record": "skip", "cache_dir": str(tmp_path / "cache"), "report": said.append}
+    assert evaluate(model, str(file), **options)["records_left_out"] == 3
+    assert said[0].endswith("; 3 records that can't be used left out")
+    assert evaluate(model, records, **options)["records_left_out"] == 2
+    assert evaluate(model, [good], **options)["records_left_out"] == 0 and "left out" not in said[-1]
 
 
 def test_a_part_of_a_long_example_is_scored_where_that_is_asked_for(model):

@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jtrain.data.chat import ChatTemplate
+from jtrain.data.chat import ChatTemplate, check_parts
 from jtrain.data.conversations import ChatEncoder, as_tools, conversation, sft_records
 from jtrain.data.examples import Encoder, Example
 from jtrain.data.image_processor import ImageProcessor
-from jtrain.data.images import ImageTransform, read_image
+from jtrain.data.images import ImageTransform, converted, local_path, read_image
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError
 
@@ -31,6 +31,8 @@ _SOURCES = ("image", "path", "url", "base64", "image_url", "bytes")
 _PARTS = re.compile(r"""['"]image['"]""")
 _STRINGS = re.compile(r"\bis\s+(not\s+)?string\b")
 _PATH, _BYTES = b"P", b"B"
+_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of Pillow that a PNG has."""
 
 
 def image_sft_encoder(
@@ -149,6 +151,9 @@ def for_template(messages: Any, source: str, token: str) -> tuple[Any, frozenset
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages, frozenset()  # the template says what is wrong
+    for message in messages:
+        if isinstance(message, Mapping):
+            check_parts(message, source)
     if _PARTS.search(source):
         if _STRINGS.search(source):
             return messages, frozenset()
@@ -319,10 +324,7 @@ def payload_of(source: Any) -> bytes:
     if isinstance(source, str):
         if source.startswith("data:"):
             return _BYTES + _decoded(source)
-        scheme, mark, rest = source.partition("://")
-        if mark and scheme != "file":
-            raise DataError(f"the image {source} is an address", "Download it: images are read from local files.")
-        return _PATH + (rest if mark else source).encode()
+        return _PATH + local_path(source).encode()
     if isinstance(source, bytes | bytearray | memoryview):
         return _BYTES + bytes(source)
     image = read_image(source)
@@ -330,6 +332,8 @@ def payload_of(source: Any) -> bytes:
         from PIL import Image
 
         image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
+    if image.mode not in _PNG:
+        image = converted(image, "RGBA" if image.mode in ("PA", "RGBa") else "RGB")
     file = io.BytesIO()
     image.save(file, "PNG")
     return _BYTES + file.getvalue()

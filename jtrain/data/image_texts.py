@@ -33,6 +33,7 @@ from jtrain.data.images import ImageTransform
 from jtrain.data.order import DATA_STREAM, key64
 from jtrain.data.rows import Batch, epoch_order
 from jtrain.data.sources import Bad, plan_chunks, read_records
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import DataError
 
 _TEXT_STREAM = 0x74657874
@@ -92,6 +93,8 @@ def read_pairs(source: Any, fields: Fields, *, field: str) -> list[Pair]:
             pairs += _of_file(path, fields)
     elif isinstance(source, Mapping):
         pairs = _of_arrays(source, fields, field, None)
+    elif isinstance(source, bytes) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        raise DataError(f"{field} is a {type(source).__name__}", "Give paths, a list of records, or a dict of arrays.")
     else:
         pairs = [_pair(source[n], fields, f"{field}[{n}]", None) for n in range(len(source))]
     if not pairs:
@@ -130,14 +133,21 @@ def _of_arrays(arrays: Mapping[str, Any], fields: Fields, name: str, folder: str
     }
     found = {ours: next((arrays[one] for one in names if one in arrays), None) for ours, names in wanted.items()}
     held = {ours: array for ours, array in found.items() if array is not None}
-    lengths = {ours: len(array) for ours, array in held.items()}
-    if fields.image not in held or len(set(lengths.values())) != 1:
-        has = ", ".join(f"{one} {list(np.shape(array))}" for one, array in arrays.items()) or "nothing"
+    lengths = {ours: next(iter(_shape(array)), None) for ours, array in held.items()}
+    if fields.image not in held or len(set(lengths.values())) != 1 or None in lengths.values():
+        has = ", ".join(f"{one} {_shape(array)}" for one, array in arrays.items()) or "nothing"
         raise DataError(f"{name} has {has}", "Give images, and texts or labels, of one length.")
     return [
         _pair({ours: array[n] for ours, array in held.items()}, fields, f"{name}: record {n + 1}", folder)
-        for n in range(lengths[fields.image])
+        for n in range(len(held[fields.image]))
     ]
+
+
+def _shape(array: Any) -> list[int]:
+    """The shape of an array, the length of another sequence; nothing of a single value."""
+    if isinstance(array, str | bytes | Mapping) or not (hasattr(array, "__getitem__") and hasattr(array, "__len__")):
+        return []
+    return list(getattr(array, "shape", None) or ([] if hasattr(array, "shape") else [len(array)]))
 
 
 def _pair(record: Any, fields: Fields, name: str, folder: str | None) -> Pair:
@@ -158,6 +168,10 @@ def _pair(record: Any, fields: Fields, name: str, folder: str | None) -> Pair:
             shown = "nothing" if text is None else repr(text)[:60]
             hint = " (labels need contrastive.classes)" if text is None and record.get(fields.label) is not None else ""
             raise DataError(f"{name} has {shown} as {fields.text!r}{hint}", _REMEDY)
+    try:
+        check_unicode(texts)
+    except DataError as error:
+        raise DataError(f"{name}: {error.message}", error.remedy) from error
     return Pair(image, tuple(map(str, texts)), label, name, folder, templated)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import CheckpointError, ConfigError, DataError
 
 FILE = "preprocessor_config.json"
@@ -75,11 +76,12 @@ class ImageTransform:
         x = (wide * self.rescale_factor if self.do_rescale else wide).astype(np.float32)
         if self.do_normalize:
             channels = x.shape[-1]
-            if len(self.image_mean) not in (1, channels):
-                raise DataError(
-                    f"an image of {channels} channels, and image_mean has {len(self.image_mean)}",
-                    "write do_convert_rgb: true, or a mean and std of every channel",
-                )
+            for name, values in (("image_mean", self.image_mean), ("image_std", self.image_std)):
+                if len(values) not in (1, channels):
+                    raise DataError(
+                        f"an image of {channels} channels, and {name} has {len(values)}",
+                        "write do_convert_rgb: true, or a mean and std of every channel",
+                    )
             mean, std = (np.asarray(v, dtype=np.float32) for v in (self.image_mean, self.image_std))
             x = (x - mean) / std
         return x
@@ -131,7 +133,13 @@ class ImageTransform:
                 found[field.name] = _read_field(field.name, value)
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{path}: {field.name} is {value!r}", _REMEDY) from error
-        return dataclasses.replace(base, **found)
+        transform = dataclasses.replace(base, **found)
+        means, stds = len(transform.image_mean), len(transform.image_std)
+        if 0 in (means, stds) or (means != stds and 1 not in (means, stds)):
+            raise CheckpointError(
+                f"{path}: image_mean has {means} values, and image_std {stds}", "write one of each a channel"
+            )
+        return transform
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> ImageTransform:
@@ -140,20 +148,8 @@ class ImageTransform:
         Raises:
           CheckpointError: there is none, or it can't be read.
         """
-        path = Path(folder) / FILE
-        if not path.exists() and (whole := path.with_name("processor_config.json")).exists():
-            path = whole  # where transformers 5 writes it, for processors of images and texts
-        try:
-            content = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing", "put the model's own beside its weights") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", "put the model's own in its place") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} holds no JSON object", "put the model's own in its place")
-        if isinstance(content.get("image_processor"), dict):  # a processor_config.json's form
-            content = content["image_processor"]
-        return cls.from_dict(content, path=str(path))
+        content, path = read_section(folder)
+        return cls.from_dict(content, path=path)
 
     def to_dict(self) -> dict[str, Any]:
         """As preprocessor_config.json has it, without the processor's name."""
@@ -172,6 +168,28 @@ SIGLIP = ImageTransform(size=(224, 224), do_center_crop=False, image_mean=(0.5, 
 """transformers' defaults for SigLIP; `ImageTransform()` has those for CLIP."""
 
 _REMEDY = "use a model whose images are resized, cropped, rescaled and normalised only"
+
+
+def read_section(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """What a model's folder says of images, as preprocessor_config.json has it, and the path of the file that does.
+
+    Raises:
+      CheckpointError: as `ImageTransform.from_folder`.
+    """
+    path = Path(folder) / FILE
+    if not path.exists() and (whole := path.with_name("processor_config.json")).exists():
+        path = whole  # where transformers 5 writes it, for processors of images and texts
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing", "put the model's own beside its weights") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", "put the model's own in its place") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object", "put the model's own in its place")
+    if isinstance(content.get("image_processor"), dict):  # a processor_config.json's form
+        content = content["image_processor"]
+    return content, str(path)
 
 
 def read_image(image: Any, *, folder: str | os.PathLike[str] | None = None) -> Any:
@@ -198,6 +216,8 @@ def read_image(image: Any, *, folder: str | os.PathLike[str] | None = None) -> A
     if isinstance(image, np.ndarray | list):
         return _checked(image)
     if hasattr(image, "getbands"):  # a PIL image, without importing Pillow
+        if 0 in image.size:
+            raise DataError(f"an image is {image.size[0]} x {image.size[1]} pixels", "take the row out, or replace it")
         return image
     raise DataError(
         f"an image is {'missing' if image is None else f'a {type(image).__name__}'}",
@@ -211,6 +231,7 @@ def _from_text(text: str, folder: str | os.PathLike[str] | None) -> Any:
         if not head.endswith(";base64"):
             raise DataError(f"an image begins with {head[:40]!r}", "write data:image/png;base64, and the bytes")
         return _decode(_base64(body), "an image of base64")
+    text = local_path(text)
     path = Path(os.path.expanduser(text)) if len(text) < _LONGEST_PATH else None
     if path is not None:
         path = path if path.is_absolute() or folder is None else Path(folder) / path
@@ -231,6 +252,19 @@ def _from_text(text: str, folder: str | os.PathLike[str] | None) -> Any:
 _LONGEST_PATH, _SHORTEST_BASE64 = 1024, 64
 
 
+def local_path(text: str) -> str:
+    """A path as it is, and that of a `file://` address.
+
+    Raises:
+      DataError: an address of the network, or half of a surrogate pair is in it.
+    """
+    scheme, mark, rest = text.partition("://")
+    if mark and scheme != "file" and scheme.isalnum():
+        raise DataError(f"the image {text} is an address", "Download it: images are read from local files.")
+    check_unicode([text], "the path of an image")
+    return rest if mark and scheme == "file" else text
+
+
 def _base64(text: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
@@ -240,16 +274,20 @@ def _base64(text: str) -> bytes:
 
 def _decode(data: bytes, name: str) -> Any:
     pillow = _pillow(f"{name} is to be decoded")
-    from PIL import ImageOps
+    from PIL import ImageOps, UnidentifiedImageError
 
     try:
         image = pillow.open(io.BytesIO(data))
         image.load()
+        if 0 in image.size:
+            raise ValueError(f"{image.size[0]} x {image.size[1]} pixels")
         return ImageOps.exif_transpose(image)  # as a camera meant it
     except Exception as error:  # Pillow raises nearly anything on damaged files: OSError, SyntaxError, struct.error...
         if isinstance(error, MemoryError):
             raise
-        raise DataError(f"{name} is no image, or a damaged one: {error}", "take the row out, or replace it") from error
+        # Of what it does not know Pillow tells only the object that it read from.
+        why = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
+        raise DataError(f"{name} is no image, or a damaged one{why}", "take the row out, or replace it") from error
 
 
 def _pillow(why: str) -> Any:
@@ -293,10 +331,22 @@ def _rgb(image: Any) -> np.ndarray:
         alpha = pixels[..., 3:] / 255
         return np.round(alpha * pixels[..., :3] + (1 - alpha) * 255).astype(np.uint8)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
+        image = converted(image, "RGBA")
         white = _pillow("an image is transparent").new("RGBA", image.size, (255, 255, 255, 255))
         image = _pillow("").alpha_composite(white, image)
-    return np.asarray(image.convert("RGB"))
+    return np.asarray(converted(image, "RGB"))
+
+
+def converted(image: Any, mode: str) -> Any:
+    """A PIL image in another mode.
+
+    Raises:
+      DataError: Pillow can't.
+    """
+    try:
+        return image.convert(mode)
+    except (ValueError, OSError, ImportError) as error:  # of LAB it needs a library for colours
+        raise DataError(f"an image of the mode {image.mode}: {error}", "convert it to RGB") from error
 
 
 def _resized(pixels: np.ndarray, size: tuple[int, int], resample: int) -> np.ndarray:
@@ -338,7 +388,7 @@ def _read_field(name: str, value: Any) -> Any:
         return value
     if name in ("size", "crop_size"):
         if isinstance(value, int):
-            return value if name == "size" else (value, value)
+            return _positive(value) if name == "size" else (_positive(value), _positive(value))
         if set(value) == {"shortest_edge"} and name == "size":
             return _positive(value["shortest_edge"])
         if set(value) != {"height", "width"}:
@@ -355,6 +405,6 @@ def _read_field(name: str, value: Any) -> Any:
 
 
 def _positive(value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(value)
     return value

@@ -12,6 +12,7 @@ from jtrain.data.cache import CacheOptions
 from jtrain.data.store import TokenStore
 from jtrain.data.tokenise import Recipe, check_special_tokens, encode_texts
 from jtrain.data.tokenizers import Tokenizer
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -64,12 +65,20 @@ def _texts(
     for index in range(len(records)):
         record = records[index]
         text = record.get(field)
+        half: DataError | None = None
         if isinstance(text, str):
-            if text:
-                yield text
-            continue
+            try:
+                check_unicode([text], f"{name}[{index}]")
+            except DataError as error:
+                half = error
+            else:
+                if text:
+                    yield text
+                continue
         bad.append(index)
         if len(bad) > limit:
+            if half is not None:
+                raise half
             what = f"has no field {field!r}" if field not in record else f"has {text!r} as {field!r}, which is no text"
             raise DataError(
                 f"{name}[{index}] {what}",

@@ -19,6 +19,7 @@ from jtrain.data.files import exists, is_dir, join, read_bytes
 from jtrain.data.image_processor import ImageProcessor, read_image_processor
 from jtrain.data.stream_decoder import StreamDecoder
 from jtrain.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import DataError
 
 __all__ = ["ByteTokenizer", "JsonTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"]
@@ -200,9 +201,11 @@ class ByteTokenizer(TokenizerBase):
     fingerprint = "bytes-259"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        check_unicode(texts)
         return [list(text.encode()) for text in texts]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        check_unicode([text])
         sizes = [len(character.encode()) for character in text]
         spans = [(place, place + 1) for place, size in enumerate(sizes) for _ in range(size)]
         return list(text.encode()), spans
@@ -259,10 +262,19 @@ class JsonTokenizer(TokenizerBase):
         return self._load(names_are_text=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # what the library says of half of a surrogate pair
+            check_unicode(texts)
+            raise
+        return [encoding.ids for encoding in found]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = (self._parser if special else self._backend).encode(text, add_special_tokens=False)
+        try:
+            encoding = (self._parser if special else self._backend).encode(text, add_special_tokens=False)
+        except TypeError:
+            check_unicode([text])
+            raise
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

@@ -147,6 +147,10 @@ def test_texts_of_another_column_have_places_too(tmp_path):
         (chat("<image> w1", images=[f"data:image/png;base64,{PNG}"] * 2), "2 images, and 1 places"),
         (chat({"type": "image", "path": "a.png", "base64": PNG}, text("w1")), "path and base64"),
         (chat("w1", images=[7]), "an image is a int"),
+        (chat({"type": "image", "path": "\ud800.png"}, text("w1")), "half of a surrogate pair"),
+        (chat("w1 \ud800"), "half of a surrogate pair"),
+        (chat({"type": "audio", "path": "a.wav"}, text("w1")), "is of type 'audio'"),
+        (chat({"type": "picture", "path": "a.png"}, text("w1")), "is of type 'picture'"),
         ({"text": "w1 <image> w2"}, "1 places of images in tokens, and 0 images"),
     ],
 )
@@ -372,6 +376,26 @@ def test_images_in_memory_are_kept_without_a_loss():
     Image.fromarray(pixels).save(file, "PNG")
     for source in (pixels, Image.fromarray(pixels), file.getvalue(), {"bytes": file.getvalue(), "path": "x.png"}):
         np.testing.assert_array_equal(np.asarray(open_payload(payload_of(source), ".")), pixels)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "I", "F", "I;16", "LAB", "HSV", "CMYK", "YCbCr", "PA", "RGBa", "RGBX"])
+def test_images_in_memory_may_have_modes_that_a_png_lacks(mode):
+    from PIL import Image
+
+    image = Image.new("RGB", (5, 7), (200, 30, 90)).convert("L" if mode in ("I", "F", "I;16") else "RGB")
+    if mode in ("PA", "RGBa"):
+        image = image.convert("RGBA")
+    image = image.convert({"PA": "P", "I;16": "I"}.get(mode, mode)).convert(mode)
+    kept = open_payload(payload_of(image), ".")
+    wanted = np.asarray(image.convert("RGB"), np.int32)
+    np.testing.assert_array_equal(np.asarray(kept.convert("RGB"), np.int32), wanted)
+
+
+def test_an_empty_image_in_memory_is_refused():
+    from PIL import Image
+
+    with pytest.raises(DataError, match="an image is 0 x 4 pixels"):
+        payload_of(Image.new("RGB", (0, 4)))
 
 
 def test_a_record_without_images_is_left_alone():

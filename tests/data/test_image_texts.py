@@ -121,6 +121,13 @@ def test_another_set_has_another_fingerprint():
         ([], Fields(), "holds no record"),
         ({"image": IMAGES, "text": ["a"]}, Fields(), r"x has image \[5, 4, 4, 3\], text \[1\]"),
         ({"pictures": IMAGES}, Fields(), "Give images"),
+        ({"image": np.asarray(3), "text": np.asarray("a")}, Fields(), r"x has image \[\], text \[\]"),
+        ({"image": "a.png", "text": "abcde"}, Fields(), r"x has image \[\], text \[\]"),
+        ({"image": {"path": "a.png"}, "text": {"a": 1}}, Fields(), r"x has image \[\], text \[\]"),
+        ({"image": [IMAGES[0], IMAGES[0][:2]], "text": ["a"]}, Fields(), r"x has image \[2\], text \[1\]"),
+        (3, Fields(), "x is a int"),
+        ((pair for pair in ()), Fields(), "x is a generator"),
+        ([{"image": IMAGES[0], "text": "a\ud800"}], Fields(), r"x\[0\]: a text holds half of a surrogate pair"),
     ],
 )
 def test_records_that_can_not_be_used_are_named(source, fields, message):

@@ -40,7 +40,7 @@ def test_every_form_of_an_image_is_read(tmp_path):
         ("a.png", tmp_path), (tmp_path / "a.png", None), (png(), None), (text, None),
         (f"data:image/png;base64,{text}", None),
         ({"bytes": png(), "path": None}, None), ({"path": "a.png"}, tmp_path), (Image.fromarray(PIXELS), None),
-        (PIXELS, None), (PIXELS.tolist(), None), (PIXELS.astype(np.int64), None),
+        ((tmp_path / "a.png").as_uri(), None), (PIXELS, None), (PIXELS.tolist(), None), (PIXELS.astype(np.int64), None),
     ]  # fmt: skip
     for form, folder in forms:
         np.testing.assert_array_equal(np.asarray(read_image(form, folder=folder)), PIXELS)
@@ -81,6 +81,10 @@ def test_a_camera_that_was_turned_is_turned_back():
         (np.zeros((2, 2, 7), np.uint8), r"shape \(2, 2, 7\)"),
         (np.zeros((0, 2), np.uint8), r"shape \(0, 2\)"),
         ([[1, 2], [3]], "rows differ in length"),
+        (Image.new("RGB", (0, 4)), "an image is 0 x 4 pixels"),
+        ("https://example.org/a.png", "is an address"),
+        ("gs://bucket/a.png", "is an address"),
+        ("\ud800.png", "half of a surrogate pair"),
     ],
 )
 def test_what_is_no_image_is_refused(tmp_path, image, message):
@@ -110,6 +114,11 @@ def test_a_file_goes_out_as_it_came_in():
         ({"do_resize": "yes"}, "do_resize is 'yes'"),
         ({"do_pad": True}, "do_pad is True"),
         ({"crop_size": {"height": -1, "width": 2}}, "crop_size is"),
+        ({"crop_size": -3}, "crop_size is -3"),
+        ({"size": 0}, "size is 0"),
+        ({"size": True}, "size is True"),
+        ({"image_std": [0.5, 0.5]}, "image_mean has 3 values, and image_std 2"),
+        ({"image_mean": []}, "image_mean has 0 values"),
     ],
 )
 def test_steps_that_are_not_known_are_refused(content, message):
@@ -123,3 +132,18 @@ def test_a_folder_without_the_file_says_so(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="can't be read"):
         ImageTransform.from_folder(tmp_path)
+
+
+def test_a_damaged_image_is_named_by_its_file_alone(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    with pytest.raises(DataError) as error:
+        read_image("a.png", folder=tmp_path)
+    assert error.value.message == f"{tmp_path / 'a.png'} is no image, or a damaged one"
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "I", "F", "I;16", "LAB", "HSV", "CMYK", "YCbCr", "PA", "RGBa", "RGBX"])
+def test_every_mode_of_pillow_becomes_rgb(mode):
+    transform = ImageTransform(size=(4, 4), do_center_crop=False)
+    assert transform(Image.new(mode, (5, 6))).shape == (4, 4, 3)
+    with pytest.raises(DataError, match="of the mode La"):
+        transform(Image.new("La", (5, 6)))

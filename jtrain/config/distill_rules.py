@@ -5,6 +5,9 @@ from __future__ import annotations
 from jtrain.config.schema import Config, DistillConfig
 from jtrain.errors import ConfigError
 
+COLDEST = 0.01
+"""Below it the differences of usual logits overflow (1e-30), or both distributions are one token alone."""
+
 
 def check_distill(config: Config) -> None:
     """Sees that every field that is set is read, and that completions can be drawn where they are wanted.
@@ -13,6 +16,11 @@ def check_distill(config: Config) -> None:
       ConfigError: it is not so.
     """
     section, default = config.distill, DistillConfig()
+    if section.temperature < COLDEST:
+        raise ConfigError(
+            f"distill.temperature: {section.temperature:g}: logits divided by it are beyond what float32 can compare",
+            f"Write {COLDEST:g} or more; 1 leaves the distributions as they are.",
+        )
     generates = bool(section.on_policy_fraction) or section.seq_kd
     read = {
         "beta": (section.loss == "jsd", "distill.loss: jsd"),

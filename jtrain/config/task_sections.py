@@ -92,7 +92,7 @@ class DistillConfig(Section):
     """jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024). By convention
     0 is forward_kl and 1 is reverse_kl."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
-    """Divides the logits of both before the softmax; the loss is not multiplied by its square."""
+    """Divides the logits of both before the softmax, 0.01 or more; the loss is not multiplied by its square."""
     ce_weight: Ratio = 0.0
     """Share a of the labels' cross-entropy: the loss is (1 - a) divergence + a cross-entropy."""
     top_k: NotNegative = 0

@@ -21,9 +21,9 @@ from jtrain.tasks.distill_loss import distill_loss, distillation_of, known_names
 from jtrain.tasks.generate import Generator
 from jtrain.tasks.generation_request import GenerateOptions
 from jtrain.tasks.language import text_metrics
-from jtrain.tasks.opened import Opened, open_model
+from jtrain.tasks.opened import Opened
 from jtrain.tasks.reference import model_digest
-from jtrain.tasks.roles import RoleModel, load_role, row_multiple
+from jtrain.tasks.roles import RoleModel, load_role, open_role, row_multiple
 from jtrain.tasks.sft import SFTTrainer
 from jtrain.tasks.source import ModelSource
 from jtrain.tasks.teacher_table import (
@@ -40,7 +40,7 @@ from jtrain.tasks.teacher_table import (
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import LossFn
 
-_READ = ("input_ids", "position_ids", "segment_ids", "labels", "pixel_values")
+_READ = ("input_ids", "position_ids", "segment_ids", "labels")
 """What the teacher reads of a batch."""
 _LOOKED_AT = 1 << 20
 """Tokens of a source among which one at least belongs to a prompt."""
@@ -74,11 +74,6 @@ class DistillTrainer(SFTTrainer):
                 for name, rows in (("train", self.train_rows), ("eval", self.eval_rows))
             )
         if self._generates and self.train_rows is not None:
-            if self.decoder.images is not None:
-                raise ConfigError(
-                    f"model.path: {self.config.model.path} sees, and completions are drawn from texts alone",
-                    "Write distill.on_policy_fraction: 0, and distill.seq_kd: false.",
-                )
             _check_prompts(self.train_rows)
             self.train_rows = NumberedRows(self.train_rows, self.program.batch.total)
 
@@ -92,18 +87,26 @@ class DistillTrainer(SFTTrainer):
                 "Write distill.teacher: with the folder of a model that has the student's tokenizer "
                 "(--distill.teacher DIR).",
             )
-        self._opened: Opened = open_model(path)
+        self._opened: Opened = open_role(path, "distill.teacher")
         if self._opened.decoder.num_labels:
             raise ConfigError(
                 f"distill.teacher: {path} is a classifier, which has no distributions of tokens",
                 "Name a language model.",
             )
+        if self._opened.decoder.images is not None:
+            raise ConfigError(
+                f"distill.teacher: {path} is a model that sees: a teacher reads text alone",
+                "Name a model of text with the student's tokenizer.",
+            )
         self._any_length = "max_length" not in config.model_fields_set
         if config.model.path is None and config.data.tokenizer is None:  # then it is the teacher's
             theirs = self._opened.tokenizer()
             if theirs is not None:
-                data = config.data.model_copy(update={"tokenizer": theirs.spec})
-                config = config.model_copy(update={"data": data})
+                data, model = config.data.model_copy(update={"tokenizer": theirs.spec}), config.model
+                size = self._opened.decoder.vocab_size
+                if model.vocab_size is None and size > theirs.vocab_size:  # its table is padded: so is the student's
+                    model = model.model_copy(update={"vocab_size": size})
+                config = config.model_copy(update={"data": data, "model": model})
         return config
 
     def adapt(self, source: ModelSource) -> None:

@@ -166,7 +166,7 @@ def decoder_of(companions: Companions, where: str) -> tuple[Any, DecoderConfig]:
     if (kind := config["model_type"]) in MODEL_TYPES:
         raise ConfigError(
             f"{where}: {CONFIG}: model_type is {kind!r}: a model of images and texts, not a language model",
-            "write task: contrastive, or use jtrain.load_dual_encoder",
+            "name a language model; task: contrastive trains such models, jtrain.load_dual_encoder loads them",
         )
     one = family(config["model_type"])
     for key in SIZES:

@@ -18,14 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jtrain.config.role_rules import check_roles, devices_of_role, has_mesh, mesh_of, meshes, role_section
 from jtrain.config.schema import Config
 from jtrain.data.tokenizers import Tokenizer
-from jtrain.errors import ConfigError, DataError
+from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.models.config import DecoderConfig
 from jtrain.parallel import processes
 from jtrain.parallel.mesh import data_ranks, describe, make_mesh
 from jtrain.parallel.sharding import Rules, batch_sharding, make_rules
 from jtrain.tasks.decoder import check_language_model
 from jtrain.tasks.loading import load_opened
-from jtrain.tasks.opened import open_model
+from jtrain.tasks.opened import Opened, open_model
 from jtrain.train.program import Program
 from jtrain.train.step import make_forward
 
@@ -157,6 +157,18 @@ def _ways(mesh: Mesh, rules: Rules) -> int:
     return math.prod(mesh.shape[axis] for axis in rules["batch"])
 
 
+def open_role(path: str, field: str) -> Opened:
+    """Looks at a model that a field of the config names.
+
+    Raises:
+      ConfigError, CheckpointError: what `open_model` raises, with the name of the field.
+    """
+    try:
+        return open_model(path)
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"{field}: {error.message}", error.remedy) from error
+
+
 def load_role(
     config: Config,
     role: str,
@@ -178,20 +190,13 @@ def load_role(
       field: that names the path, for messages.
 
     Raises:
-      DataError: it has another vocabulary than the policy.
+      DataError: it has another tokenizer than the policy, or a table of tokens of another size.
       ConfigError, CheckpointError: there is no such model, it is no language model, or it is damaged.
     """
-    opened = open_model(path)
     named = f"{field or role}: {path}"
+    opened = open_role(path, field or role)
     check_language_model(opened.decoder, named)
-    remedy = "Name a model with the policy's tokenizer: the same tokens are scored by both."
-    if opened.decoder.vocab_size != shape.vocab_size:
-        raise DataError(
-            f"{named} has a vocabulary of {opened.decoder.vocab_size}, the policy one of {shape.vocab_size}", remedy
-        )
-    theirs = opened.tokenizer()
-    if theirs is not None and theirs.encode_batch([_PROBE]) != tokenizer.encode_batch([_PROBE]):
-        raise DataError(f"{named} has another tokenizer than the policy: the same text has other tokens", remedy)
+    _check_tokens(config, named, opened, shape, tokenizer)
     mesh = role_mesh(config, role, program.mesh)
     dtype = jnp.dtype(program.precision.compute_dtype).name
     loaded = load_opened(opened, dtype=dtype, mesh=mesh, rules=role_rules(config, role, program))
@@ -204,3 +209,26 @@ def load_role(
         rules=loaded.rules,
         program=program,
     )
+
+
+def _check_tokens(config: Config, named: str, opened: Opened, shape: DecoderConfig, tokenizer: Tokenizer) -> None:
+    """Sees that a model has the policy's tokens.
+
+    Raises:
+      DataError: another tokenizer, or another size of the vocabulary: a table may be padded beyond its tokenizer.
+    """
+    remedy = "Name a model with the policy's tokenizer: the same tokens are scored by both."
+    theirs, size = opened.tokenizer(), opened.decoder.vocab_size
+    alike = theirs is not None and theirs.encode_batch([_PROBE]) == tokenizer.encode_batch([_PROBE])
+    if theirs is not None and not alike:
+        raise DataError(f"{named} has another tokenizer than the policy: the same text has other tokens", remedy)
+    if size == shape.vocab_size:
+        return
+    if theirs is not None and theirs.vocab_size == tokenizer.vocab_size:  # the tables alone differ
+        remedy = (
+            f"Write model.vocab_size: {size}: the tokenizer is the same, and then the table of tokens is as large."
+            if config.model.path is None
+            else "The tokenizer is the same: bring both tables to one size, with transformers' "
+            f"resize_token_embeddings({max(size, shape.vocab_size)})."
+        )
+    raise DataError(f"{named} has a vocabulary of {size}, the policy one of {shape.vocab_size}", remedy)

@@ -49,11 +49,13 @@ class TeacherTable:
 
     def __init__(self, folder: Path):
         self._first = np.load(folder / "first.npy", mmap_mode="r", allow_pickle=False)
+        if self._first.ndim != 1 or not self._first.size or self._first.dtype.kind != "i":
+            raise ValueError(f"{folder} is damaged: first.npy")
         self._arrays = {
             path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("teacher_*.npy"))
         }
         self.rows, self.targets = len(self._first) - 1, int(self._first[-1])
-        if "teacher_logps" not in self._arrays or any(len(x) != self.targets for x in self._arrays.values()):
+        if "teacher_logps" not in self._arrays or any(x.shape[:1] != (self.targets,) for x in self._arrays.values()):
             raise ValueError(f"{folder} is not whole")
 
     def of(self, places: np.ndarray, labels: np.ndarray) -> Batch:

@@ -258,9 +258,12 @@ def test_other_tasks_refuse_a_model_that_sees(tmp_path):
     opened = open_model(HERE / KINDS[0])
     with pytest.raises(ConfigError, match="task: dpo with a model that sees"):
         settle_images(config, opened.decoder, opened.tokenizer(), task="dpo", reads=False)
-    distill = {"task": "distill", "run_dir": str(tmp_path / "run"), "distill": {"teacher": str(HERE / KINDS[0])}}
+    distill = {"task": "distill", "run_dir": str(tmp_path / "run"), "distill": {"teacher": str(TEXT)}}
     with pytest.raises(ConfigError, match="task: distill with a model that sees"):
         DistillTrainer(distill, model=str(HERE / KINDS[0]), train_dataset=ROWS)
+    distill["distill"] = {"teacher": str(HERE / KINDS[0])}
+    with pytest.raises(ConfigError, match=r"distill\.teacher: .* is a model that sees"):
+        DistillTrainer(distill, model=str(TEXT), train_dataset=ROWS)
 
 
 def test_images_that_do_not_fit_the_tokens_are_refused(model, kind):

@@ -21,7 +21,7 @@ from jtrain.checkpoint.hf.folder import CONFIG, HfFolder
 from jtrain.checkpoint.hf.weights import match
 from jtrain.checkpoint.staging import staged
 from jtrain.data.image_processor import IMAGE_TOKEN, PROCESSOR
-from jtrain.data.images import FILE, ImageTransform
+from jtrain.data.images import FILE, ImageTransform, read_section
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.families.vision_tower import CLIP, SIGLIP, read_tower, tower_tensors
@@ -148,11 +148,20 @@ def _image_token(text: LoadedModel, name: str) -> tuple[int, dict[str, bytes]]:
     """The id of the image token, and the file of the vocabulary with it where it had to be added.
 
     Raises:
-      ConfigError: there is no tokenizer.json to add it to.
+      ConfigError: there is no tokenizer.json to add it to; or texts have this token, too.
     """
     tokenizer: Tokenizer | None = text.tokenizer
     found = None if tokenizer is None else tokenizer.token_to_id(name)
-    if found is not None:
+    if not name.strip():
+        raise ConfigError("the name of the image token is empty", "leave --image-token out: it is <image>")
+    if found is not None and tokenizer is not None:
+        content = json.loads(text.source.files.get(_VOCABULARY, b"{}"))
+        added = {token.get("id") for token in content.get("added_tokens") or []}
+        if found not in added | tokenizer.special_ids():
+            raise ConfigError(
+                f"the image token {name!r} is an ordinary token of the model: its texts would hold it",
+                "leave --image-token out, or name an added token",
+            )
         return found, {}
     if tokenizer is None or _VOCABULARY not in text.source.files:
         raise ConfigError(
@@ -178,10 +187,7 @@ def _grown(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _processor(folder: HfFolder, images: ImageConfig, token: str) -> dict[str, bytes]:
     """preprocessor_config.json of the encoder, and the processor_config.json of LlavaProcessor."""
-    path = os.path.join(folder.folder, FILE)
-    with open(path, "rb") as file:
-        content = json.load(file)
-    content = {**content.get("image_processor", content), "processor_class": "LlavaProcessor"}
+    content = {**read_section(folder.folder)[0], "processor_class": "LlavaProcessor"}
     processor = {
         "processor_class": "LlavaProcessor",
         "image_token": token,

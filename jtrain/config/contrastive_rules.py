@@ -35,6 +35,11 @@ def check_contrastive(config: Config) -> None:
                 f"model.{name}: {value!r} with task: contrastive, whose towers have a shape each",
                 "Leave it out: model.preset or model.path says the shape.",
             )
+    if config.data.packing != "none":
+        raise ConfigError(
+            f"data.packing: {config.data.packing} with task: contrastive, whose rows are an image with its text each",
+            "Leave it out.",
+        )
     if config.dcn.local_steps > 1:
         raise ConfigError(
             f"dcn.local_steps: {config.dcn.local_steps} with task: contrastive: slices that train by themselves "

@@ -100,6 +100,7 @@ TASK_DEFAULTS: dict[str, tuple[TaskDefault, ...]] = {
         TaskDefault("schedule.min_ratio", 0.0, "CLIP's"),
         TaskDefault("global_batch_size", 256, "every other pair of the batch is a negative", _BATCH),
         TaskDefault("precision", "auto", "bf16-mixed where the hardware has it"),
+        TaskDefault("data.packing", "none", "an image with its text is a row"),
     ),
 }
 
@@ -121,7 +122,6 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "data.buckets": ("sft", "dpo", "reward", "distill"),
     **dict.fromkeys(
         (
-            "data.packing",
             "data.append_eos",
             "data.prepend_bos",
             "data.weights",

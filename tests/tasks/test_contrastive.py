@@ -268,6 +268,7 @@ def trainer_loss(trainer, params, batch, rng):
         ({"mesh": {"expert": 2}, "devices": 2}, r"mesh\.expert: 2"),
         ({"mesh": {"tensor": 4}, "devices": 4}, "num_attention_heads=2 is not divisible"),
         ({"mesh": {"pipeline": 4}, "devices": 4}, "layers"),
+        ({"data": {"packing": "best_fit"}}, "data.packing: best_fit with task: contrastive"),
         ({"data": {"eval": 0.01}}, "leaves 0"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jtrain.data.captions import CaptionEncoder, caption_encoder
 from jtrain.data.hub import hub_folder
 from jtrain.data.images import FILE, ImageTransform
 from jtrain.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from jtrain.errors import CheckpointError, ConfigError, DataError
+from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.dual_encoder import DualEncoder, DualEncoderConfig, normalised
 from jtrain.models.families.dual_encoder import (
     MODEL_TYPES,
@@ -37,6 +37,7 @@ from jtrain.models.families.dual_encoder import (
 from jtrain.models.vision.config import VisionConfig
 from jtrain.parallel.sharding import Rules
 from jtrain.tasks.companion_files import has_tokenizer, token_ids, with_tokenizer
+from jtrain.tasks.embedding_inputs import texts_of, transformed
 from jtrain.tasks.loaded import as_mesh, make_precision, plan_of, rules_for
 from jtrain.tasks.model_folder import decoder_of_json, has_model_folder, read_files, write_files
 from jtrain.tasks.opened import looking_at, run_of
@@ -297,29 +298,15 @@ class LoadedDualEncoder:
         """Vectors of length one, float32 [images, D].
 
         Args:
-          images: paths, bytes, PIL images, arrays: what `jtrain.data.images.read_image` takes; or one of them that is
-            no array.
+          images: paths, bytes, PIL images, arrays: what `jtrain.data.images.read_image` takes; or one of them.
 
         Raises:
           DataError: one of them can't be read, or there is none.
         """
-        alone = isinstance(images, str | bytes | os.PathLike | Mapping) or hasattr(images, "getbands")
-        listed = _listed([images] if alone else images, "images")
         vision = self.config.vision
         shape = (vision.image_size, vision.image_size, vision.num_channels)
-        pixels = []
-        for number, image in enumerate(listed):
-            try:
-                found = self.files.transform(image)
-            except DataError as error:
-                raise DataError(f"images[{number}]: {error.message}", error.remedy) from error
-            if found.shape != shape:
-                raise DataError(
-                    f"images[{number}] becomes {list(found.shape)}, and the model takes {list(shape)}",
-                    "mend size and crop_size in preprocessor_config.json",
-                )
-            pixels.append(found)
-        return host(self.jit(_embed_images)(np.stack(pixels)))
+        pixels = transformed(images, self.files.transform, shape)
+        return host(self.jit(_embed_images)(pixels))
 
     def embed_texts(self, texts: str | Sequence[str]) -> np.ndarray:
         """Vectors of length one, float32 [texts, D].
@@ -333,29 +320,11 @@ class LoadedDualEncoder:
         """
         if self.tokenizer is None:
             raise ConfigError("the model has no tokenizer", "put its tokenizer.json beside its weights")
-        listed = _listed([texts] if isinstance(texts, str) else texts, "texts")
-        for number, text in enumerate(listed):
-            if not isinstance(text, str):
-                raise DataError(f"texts[{number}] is a {type(text).__name__}", "give texts")
-        return host(self.jit(_embed_texts)(encoder_of(self.config, self.tokenizer)(listed)))
+        return host(self.jit(_embed_texts)(encoder_of(self.config, self.tokenizer)(texts_of(texts))))
 
     def __call__(self, pixels: Any, input_ids: Any) -> jax.Array:
         """Scores [images, texts] of transformed images [images, height, width, channels] and tokens [texts, L]."""
         return self.jit(_scores)(pixels, input_ids)
-
-
-def _listed(given: Any, name: str) -> list[Any]:
-    """What is to be embedded, one by one.
-
-    Raises:
-      DataError: there is nothing.
-    """
-    if not isinstance(given, Iterable):
-        raise DataError(f"{name} is a {type(given).__name__}", "give a list")
-    listed = list(given)
-    if not listed:
-        raise DataError(f"{name} is empty: there is nothing to embed", "give one or more")
-    return listed
 
 
 def _embed_images(module: DualEncoder, pixels: jax.Array) -> jax.Array:

@@ -18,7 +18,13 @@ def test_one_text_and_one_image_are_lists_of_one(model, tmp_path):
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8))
     picture.save(tmp_path / "a.png")
     wanted = model.embed_images([picture])
-    for one in (str(tmp_path / "a.png"), tmp_path / "a.png", (tmp_path / "a.png").read_bytes(), picture):
+    for one in (
+        str(tmp_path / "a.png"),
+        tmp_path / "a.png",
+        (tmp_path / "a.png").read_bytes(),
+        picture,
+        np.asarray(picture),
+    ):
         np.testing.assert_array_equal(model.embed_images(one), wanted)
     np.testing.assert_array_equal(model.embed_texts("ab"), model.embed_texts(["ab"]))
 

@@ -6,7 +6,6 @@ a run. They are sums over target tokens, divided once: batch size, devices, pack
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.config import load
 from jtrain.config.schema import Config
 from jtrain.data.build import build_eval
 from jtrain.data.conversations import TEXT, form_of, no_form
@@ -31,7 +29,7 @@ from jtrain.data.tokenizers import Tokenizer
 from jtrain.data.windows import WindowRows
 from jtrain.errors import ConfigError, DataError
 from jtrain.parallel.xla import compiler_options
-from jtrain.tasks.decoder import check_language_model
+from jtrain.tasks.eval_reading import Reading, tokenizer_of, whole
 from jtrain.tasks.eval_text import ComputeTextMetrics, TextEvaluation, TextResult
 from jtrain.tasks.generate import generate
 from jtrain.tasks.language import text_metrics
@@ -41,85 +39,7 @@ from jtrain.tasks.text_scores import check_metrics
 from jtrain.train.evaluation import Evaluator, Sums
 from jtrain.train.step import make_eval_step
 
-LONGEST_TEXT_ROW = 2048
-"""Tokens of a row of texts where nobody says it: models that take more would score a long document in one row."""
-
 Report = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How data is read for an evaluation.
-
-    Attributes:
-      max_length: tokens of a row; None: what the model takes, of texts at most 2,048.
-      packing: best_fit (documents share rows; by default for texts) or none (one a row, padded; for examples).
-      stride: of texts that are longer than a row: windows that overlap, each this many tokens behind the one before,
-        in place of pieces that know nothing of each other; 0: pieces.
-      truncation: keep_start or keep_end: what is scored of an example that is longer than a row; None: it is an error.
-      text_field: field of a record that holds a text.
-      append_eos: whether the end token of texts and text completions is there and scored.
-      completion_only_loss: auto: of prompt and completion, the completion; False: both.
-      assistant_only_loss: of messages, what the assistant writes.
-      chat_template: a name of the model's, or a .jinja file; None: the usual one.
-      on_bad_record: what a record that can't be read does: fail, or skip (up to a hundred are left out).
-      cache_dir: where tokenised data is kept.
-    """
-
-    max_length: int | None = None
-    packing: str | None = None
-    stride: int = 0
-    truncation: str | None = None
-    text_field: str = "text"
-    append_eos: bool = True
-    completion_only_loss: bool | str = "auto"
-    assistant_only_loss: bool = False
-    chat_template: str | None = None
-    on_bad_record: str = "fail"
-    cache_dir: str | None = None
-
-    def config(self, model: LoadedModel, task: str, length: int) -> Config:
-        """The config of a run of `task` (pretrain or sft) that reads data so, with rows of `length` tokens."""
-        usual = "best_fit" if task == "pretrain" else "none"
-        section: dict[str, Any] = {
-            "text_field": self.text_field,
-            "append_eos": self.append_eos,
-            "packing": self.packing or usual,
-            "on_bad_record": self.on_bad_record,
-            "cache_dir": self.cache_dir,
-        }
-        values: dict[str, Any] = {"task": task, "max_length": length, "data": section}
-        values["mesh"] = {"context": model.mesh.shape["context"]}
-        if task == "sft":
-            section |= {"chat_template": self.chat_template, "truncation": self.truncation or "keep_start"}
-            values["sft"] = {
-                "completion_only_loss": self.completion_only_loss,
-                "assistant_only_loss": self.assistant_only_loss,
-            }
-        else:
-            section["prepend_bos"] = tokenizer_of(model).add_bos
-        return load.load_config(values, env={})
-
-    def length(self, limit: int, texts: bool) -> int:
-        """Tokens of a row for a model that takes `limit`.
-
-        Raises:
-          ConfigError: more than that, or a stride that does not fit.
-        """
-        length = self.max_length or (min(limit, LONGEST_TEXT_ROW) if texts else limit)
-        if length > limit or length < 2:
-            raise ConfigError(
-                f"max_length={length}, and the model takes rows of {limit} tokens (max_position_embeddings)",
-                f"write max_length: a number from 2 to {limit}",
-            )
-        if self.stride and not 0 < self.stride < length:
-            raise ConfigError(
-                f"stride={self.stride} with max_length={length}",
-                f"write a number from 1 to {length - 1}; half of max_length is usual",
-            )
-        if self.stride and not texts:
-            raise ConfigError(f"stride={self.stride}, and the data holds no texts", "leave it out: examples fill a row")
-        return length
 
 
 def evaluate(
@@ -146,10 +66,9 @@ def evaluate(
       ConfigError: an option that can't be, a row longer than the model takes, a model without a tokenizer.
       DataError: data that can't be read, or whose form is not known; examples that are too long.
     """
-    how, say = Reading(**reading), report or (lambda text: None)
+    how, say = Reading.of(reading), report or (lambda text: None)
     tokenizer = tokenizer_of(model)
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}", "write a positive number")
+    whole("batch_size", batch_size, 1)
     texts, examples = _by_form(_sources(data), how.text_field)
     if texts and how.assistant_only_loss:
         raise ConfigError(
@@ -187,6 +106,7 @@ def evaluate_answers(
 
     Raises: see `open_answers`.
     """
+    whole("batch_size", batch_size, 1)
     return answer(model, open_answers(model, data, metrics, **options), batch_size=batch_size, report=report)
 
 
@@ -216,7 +136,9 @@ def open_answers(
       DataError: see `evaluate`; data without prompts and answers.
     """
     check_metrics(metrics)  # before files are read
-    how, tokenizer = Reading(**reading), tokenizer_of(model)
+    how, tokenizer = Reading.of(reading), tokenizer_of(model)
+    for name, value in (("examples", 1 if examples is None else examples), ("max_new_tokens", max_new_tokens)):
+        whole(name, value, 1)
     limit = model.decoder.max_position_embeddings
     config = how.config(model, "sft", limit)
     questions = itertools.chain.from_iterable(
@@ -268,28 +190,6 @@ def figures(model: LoadedModel, rows: EvalRows, batch_size: int) -> dict[str, fl
 
 
 _steps: weakref.WeakKeyDictionary[LoadedModel, Callable[..., Any]] = weakref.WeakKeyDictionary()
-
-
-def tokenizer_of(model: LoadedModel) -> Tokenizer:
-    """The tokenizer of a language model.
-
-    Raises:
-      ConfigError: it has none, or is another kind of model.
-      DataError: it has more tokens than the model.
-    """
-    check_language_model(model.decoder, "MODEL")
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            "the model has no tokenizer, and the data is text", "give one (jtrain eval: --tokenizer bytes, or a folder)"
-        )
-    if tokenizer.vocab_size > model.decoder.vocab_size:
-        raise DataError(
-            f"the tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, and the model "
-            f"{model.decoder.vocab_size}",
-            "use the tokenizer that belongs to the model",
-        )
-    return tokenizer
 
 
 def _counted(sums: Sums) -> dict[str, float]:

@@ -24,8 +24,8 @@ from jtrain.data.rows import IGNORE, Batch
 from jtrain.errors import ConfigError
 from jtrain.ops.token_scores import token_scores
 from jtrain.parallel.mesh import data_ranks
+from jtrain.tasks.eval_reading import tokenizer_of
 from jtrain.tasks.eval_text import generate_sorted
-from jtrain.tasks.evaluate import tokenizer_of
 from jtrain.tasks.generate import generate
 from jtrain.tasks.generation_request import rounded_length
 from jtrain.tasks.language_loss import logit_cap

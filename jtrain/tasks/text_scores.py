@@ -44,7 +44,7 @@ def score_texts(metrics: Sequence[str], predictions: Sequence[str], references: 
 
     Raises:
       ConfigError: an unknown metric, or its package is not installed.
-      DataError: no predictions, or another number of references.
+      DataError: no predictions, another number of references, or what is no text.
     """
     check_metrics(metrics)
     values: dict[str, float] = {}
@@ -60,8 +60,10 @@ def check_metrics(metrics: Sequence[str]) -> None:
     """Sees, before anything is computed, that these metrics exist and that their packages are installed.
 
     Raises:
-      ConfigError: one does not, or is not.
+      ConfigError: one does not, or is not; a text in place of a list of names.
     """
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics is the text {metrics!r:.60}", f"give a list of names: [{metrics!r:.60}]")
     for name in metrics:
         if name not in METRICS:
             meant = nearest(name, METRICS)
@@ -255,13 +257,18 @@ def _streams(predictions: Sequence[str], references: References) -> list[list[st
 
 def _several(predictions: Sequence[str], references: References) -> list[list[str]]:
     """The references of each prediction."""
+    for name, texts in (("predictions", predictions), ("references", references)):
+        if isinstance(texts, str) or not (hasattr(texts, "__len__") and hasattr(texts, "__iter__")):
+            raise DataError(f"{name} is {texts!r:.60}, not a list of texts", f"give [{texts!r:.60}]")
     if not len(predictions):
         raise DataError("there is no text to score", "give one prediction at least")
     if len(predictions) != len(references):
         raise DataError(
             f"{len(predictions)} predictions and {len(references)} references", "give each prediction its reference"
         )
-    several = [[texts] if isinstance(texts, str) else [*texts] for texts in references]
+    several: list[Any] = [
+        [texts] if isinstance(texts, str) or not hasattr(texts, "__iter__") else [*texts] for texts in references
+    ]
     for number, (prediction, texts) in enumerate(zip(predictions, several, strict=True)):
         if not texts or not all(isinstance(text, str) for text in (prediction, *texts)):
             raise DataError(

@@ -15,8 +15,9 @@ from jtrain.data.questions import read_questions
 from jtrain.data.tokenizers import load_tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.config import DecoderConfig
+from jtrain.tasks.eval_reading import Reading
 from jtrain.tasks.eval_text import TextEvaluation, generate_sorted
-from jtrain.tasks.evaluate import Reading, evaluate, evaluate_answers
+from jtrain.tasks.evaluate import evaluate, evaluate_answers
 from jtrain.tasks.generate import Generation
 from jtrain.tasks.loading import load_model
 from tests.models.random_weights import random_model
@@ -134,6 +135,10 @@ LONG = [{"prompt": "w1 " * 100, "completion": " w2" * 60}]
         (TEXTS, {"max_length": 32, "stride": 32}, ConfigError, "from 1 to 31"),
         (DATA["messages"], {"stride": 8}, ConfigError, "holds no texts"),
         (TEXTS, {"batch_size": 0}, ConfigError, "batch_size=0"),
+        (TEXTS, {"batch_size": "3"}, ConfigError, "batch_size='3'"),
+        (TEXTS, {"max_length": "64"}, ConfigError, "max_length='64'"),
+        (TEXTS, {"stride": -1}, ConfigError, "stride=-1"),
+        (TEXTS, {"max_lenght": 64}, ConfigError, "Did you mean max_length?"),
         (TEXTS, {"assistant_only_loss": True}, ConfigError, "no message of an assistant"),
         (LONG, {}, DataError, "1 of 1 examples are longer than a row of 128 tokens; the first is number 1, with 161"),
         (FILLED, {}, DataError, "1 of 2 examples are longer than a row of 128 tokens; the first is number 2, with 203"),
@@ -164,6 +169,11 @@ def test_records_that_are_left_out_are_counted(model, tmp_path, good):
     assert said[0].endswith("; 3 records that can't be used left out")
     assert evaluate(model, records, **options)["records_left_out"] == 2
     assert evaluate(model, [good], **options)["records_left_out"] == 0 and "left out" not in said[-1]
+
+
+def test_a_folder_is_no_loaded_model(folder):
+    with pytest.raises(ConfigError, match=r"(?s)model is .*, not a loaded model.*jtrain\.load_model"):
+        evaluate(str(folder), TEXTS)
 
 
 def test_a_part_of_a_long_example_is_scored_where_that_is_asked_for(model):
@@ -246,6 +256,9 @@ def test_prompts_go_by_length_and_come_back_in_order():
     ("data", "options", "error", "message"),
     (
         (TEXTS, {}, DataError, "its records hold texts"),
+        (TEXTS, {"examples": 0}, ConfigError, "examples=0"),
+        (TEXTS, {"max_new_tokens": "8"}, ConfigError, "max_new_tokens='8'"),
+        (TEXTS, {"batch_size": 1.5}, ConfigError, "batch_size=1.5"),
         (DATA["prompt_completion"], {"max_new_tokens": 127}, ConfigError, "(?s)data: record .* write max_new_tokens: "),
         ([{"messages": [{"role": "user", "content": "w1"}]}], {}, DataError, "no prompt with an answer"),
     ),

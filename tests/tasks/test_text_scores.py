@@ -112,6 +112,9 @@ def test_an_exact_match_does_not_mind_white_space_and_composition_but_case():
         (["a"], ["a", "b"], "1 predictions and 2"),
         (["a"], [[]], "text 0"),
         ([None], ["a"], "text 0"),
+        ([1], [2], "text 0 or its reference is none: 1"),
+        ("abc", "abc", "predictions is 'abc', not a list of texts"),
+        (["abc"], "abc", "references is 'abc', not a list of texts"),
     ),
 )
 def test_texts_that_do_not_fit_are_refused(predictions, references, message):
@@ -122,6 +125,8 @@ def test_texts_that_do_not_fit_are_refused(predictions, references, message):
 def test_unknown_metrics_and_packages_that_are_missing_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="Did you mean bleu"):
         score_texts(["blue"], ["a"], ["a"])
+    with pytest.raises(ConfigError, match=r"give a list of names: \['bleu'\]"):
+        score_texts("bleu", ["a"], ["a"])
     with pytest.raises(ConfigError, match="no tokenizer of sacrebleu"):
         bleu(["a"], ["a"], tokenize="words")
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)

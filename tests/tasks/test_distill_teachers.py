@@ -101,3 +101,18 @@ def test_a_damaged_table_is_none(tmp_path, name, value):
     assert open_table(tmp_path, 2) is not None
     np.save(tmp_path / f"{name}.npy", value)
     assert open_table(tmp_path, 2) is None
+
+
+@pytest.mark.grid
+def test_a_damaged_table_in_the_cache_is_made_again(tmp_path, padded):
+    config = config_of(tmp_path, str(padded), model=SMALL)
+    config["distill"] |= {"precompute_teacher": True, "top_k": 4}
+    losses = []
+    for run in ("first", "again"):
+        trainer = DistillTrainer(config | {"run_dir": str(tmp_path / run)}, train_dataset=ROWS)
+        trainer.fit()
+        losses.append(trainer.history.train[0]["loss"])
+        (folder,) = (path for path in (tmp_path / "cache/teacher").iterdir() if path.is_dir())
+        whole = np.load(folder / "first.npy")
+        np.save(folder / "first.npy", np.int64(3))
+    assert losses[0] == losses[1] and whole.tolist() == [0, 3, 6, 9, 12]

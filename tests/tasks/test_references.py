@@ -210,3 +210,11 @@ def test_a_resume_takes_a_table_of_its_own_rows_alone(place, section):
     resumed = trained(longer, PAIRS, eval_dataset=PAIRS[2:])  # as many rows, and others
     for name, values in resumed.eval_rows.table.items():
         np.testing.assert_allclose(values, resumed.train_rows.table[name][2:], rtol=1e-6)
+
+
+@grid
+def test_a_cache_that_can_not_be_written_is_none(place):
+    (place / "cache").mkdir()
+    (place / "cache/reference").write_text("a file where the folder is to be")
+    trainer = trained(settings(place, "dpo", dpo={"precompute_ref_log_probs": True}), PAIRS)
+    assert trainer.train_rows.table and (place / "run/reference-train.npz").exists()

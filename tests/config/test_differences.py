@@ -3,6 +3,7 @@
 import pytest
 
 from jtrain.config import differences, load_config
+from jtrain.config.differences import may_be_filled_in
 
 DISTILL = {
     "task": "distill",
@@ -103,3 +104,22 @@ def test_a_config_of_an_older_version_gets_the_defaults_of_newer_fields():
     old["gone"] = 3
     harmless, refused = differences(old, config)
     assert [str(difference) for difference in harmless] == ["gone: 3 -> None"] and not refused
+
+
+@pytest.mark.parametrize(
+    ("filled", "given", "left"),
+    [
+        ({"max_length": 32}, {}, []),
+        ({"max_length": 32}, {"max_length": 64}, ["max_length"]),
+        ({"optimizer": {"freeze": ["vision_tower/.*"]}}, {}, []),
+        ({"data": {"tokenizer": "/teacher/tokenizer.json"}}, {}, []),
+        ({"data": {"tokenizer": "/teacher/tokenizer.json"}}, {"data": {"tokenizer": "/other"}}, ["data.tokenizer"]),
+        ({"model": {"vocab_size": 104}}, {}, []),
+        ({"model": {"lora": {"rank": 4, "targets": ["q_proj"]}}}, {}, []),
+        ({"model": {"lora": {"rank": 4}}}, {"model": {"lora": {"rank": 8}}}, ["model.lora.rank"]),
+        ({"seed": 3, "max_length": 32}, {}, ["seed"]),
+    ],
+)
+def test_what_a_trainer_fills_in_may_differ_before_it_has_seen_the_config(filled, given, left):
+    _, refused = differences(load_config(filled, env={}), load_config(given, env={}))
+    assert [one.field for one in refused if not may_be_filled_in(one)] == left

@@ -160,6 +160,7 @@ def test_what_can_not_be_read_is_named_by_its_line(record, message, tmp_path):
     with pytest.raises(DataError, match=message) as error:
         rows_of(tmp_path, [first, record], **changes)
     assert "rows.jsonl: line 2" in error.value.message
+    assert ". Or leave such records out: data.on_bad_record" in error.value.remedy  # two sentences
     assert error.value.remedy
 
 

@@ -132,6 +132,13 @@ def test_sources_take_a_text_a_list_or_paths_with_weights(file):
         ({"undesirable_weight": 0.7, "task": "dpo", "loss_type": "kto"}, "dpo.undesirable_weight", 0.7),
         ({"ref_model": "/reference", "task": "dpo"}, "dpo.ref_model", "/reference"),
         ({"precompute_ref_log_probs": True, "task": "dpo"}, "dpo.precompute_ref_log_probs", True),
+        ({"sync_ref_model": True, "task": "dpo"}, "dpo.sync_ref_model", True),
+        (
+            {"ref_model_mixup_alpha": 0.5, "task": "dpo", "sync_ref_model": True},
+            "dpo.ref_model_mixup_alpha",
+            0.5,
+        ),
+        ({"ref_model_sync_steps": 64, "task": "dpo", "sync_ref_model": True}, "dpo.ref_model_sync_steps", 64),
         (
             {"precompute_ref_batch_size": 4, "task": "dpo", "precompute_ref_log_probs": True},
             "dpo.precompute_ref_batch_size",

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from jtrain.errors import JtrainError
     from jtrain.ops.stack import scan_layers
     from jtrain.parallel.mesh import make_mesh
+    from jtrain.tasks.contrastive import ContrastiveTrainer
+    from jtrain.tasks.distill import DistillTrainer
     from jtrain.tasks.dpo import DPOTrainer
+    from jtrain.tasks.dual_encoder import load_dual_encoder
+    from jtrain.tasks.evaluate import evaluate
     from jtrain.tasks.exporting import export
     from jtrain.tasks.generate import Generation, generate
     from jtrain.tasks.loading import load_model
@@ -37,8 +41,10 @@ _WHERE = {
     "Callback": "train.callbacks",
     "Checkpoints": "checkpoint.checkpoints",
     "Config": "config.schema",
+    "ContrastiveTrainer": "tasks.contrastive",
     "DPOTrainer": "tasks.dpo",
     "DataLoader": "data.loader",
+    "DistillTrainer": "tasks.distill",
     "Generation": "tasks.generate",
     "History": "train.history",
     "JtrainError": "errors",
@@ -48,11 +54,13 @@ _WHERE = {
     "SFTTrainer": "tasks.sft",
     "TrainState": "train.state",
     "Trainer": "train.trainer",
+    "evaluate": "tasks.evaluate",
     "export": "tasks.exporting",
     "functional_model": "train.model",
     "generate": "tasks.generate",
     "init_state": "train.state",
     "load_config": "config.load",
+    "load_dual_encoder": "tasks.dual_encoder",
     "load_model": "tasks.loading",
     "make_mesh": "parallel.mesh",
     "make_train_step": "train.step",
@@ -65,8 +73,10 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "Config",
+    "ContrastiveTrainer",
     "DPOTrainer",
     "DataLoader",
+    "DistillTrainer",
     "Generation",
     "History",
     "JtrainError",
@@ -76,11 +86,13 @@ __all__ = [
     "SFTTrainer",
     "TrainState",
     "Trainer",
+    "evaluate",
     "export",
     "functional_model",
     "generate",
     "init_state",
     "load_config",
+    "load_dual_encoder",
     "load_model",
     "make_mesh",
     "make_train_step",

@@ -14,6 +14,7 @@ A step without a manifest does not exist: its save was not finished.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 from etils import epath
@@ -26,11 +27,22 @@ QUARANTINE = "_quarantine"
 SUPERSEDED = "_superseded"
 TRASH = "_trash"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+"""Scheme of a URL -> the package that opens it, and the extra that brings it."""
 
 
 def run_path(run_dir: epath.PathLike) -> epath.Path:
-    """The run directory as an absolute path (Orbax wants one), or the URL that it is."""
+    """The run directory as an absolute path (Orbax wants one), or the URL that it is.
+
+    Raises:
+      ConfigError: the package that opens such URLs is not installed.
+    """
     text = os.fspath(run_dir)
+    package, extra = _STORES.get(text.partition("://")[0], ("", "")) if "://" in text else ("", "")
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{text} can't be opened: the package {package} is not installed", f"pip install 'jtrain[{extra}]'"
+        )
     return epath.Path(text if "://" in text else os.path.abspath(os.path.expanduser(text)))
 
 

@@ -39,17 +39,21 @@ def run(args: list[str]) -> int:
     arguments.start_devices()
     if options.get("lora") == "adapter":
         return _adapter(source, out, options)
+    from jtrain.tasks.dual_encoder import OpenedDual, is_dual, load_dual_encoder
+    from jtrain.tasks.dual_export import export_dual_encoder
     from jtrain.tasks.exporting import SHARD_SIZE, export
     from jtrain.tasks.loading import load_opened
     from jtrain.tasks.opened import open_model
 
-    opened = open_model(source, options.get("step"))
-    done = export(
-        load_opened(opened, mesh=options.get("mesh")),
-        out,
-        dtype=options.get("dtype", opened.dtype),
-        max_shard_size=options.get("max-shard-size", SHARD_SIZE),
-    )
+    step, mesh, limit = options.get("step"), options.get("mesh"), options.get("max-shard-size", SHARD_SIZE)
+    if is_dual(source):
+        dual = load_dual_encoder(source, mesh=mesh, step=step)
+        dtype = options.get("dtype", OpenedDual(source, step).dtype)
+        done = export_dual_encoder(dual, out, dtype=dtype, max_shard_size=limit)
+    else:
+        opened = open_model(source, step)
+        dtype = options.get("dtype", opened.dtype)
+        done = export(load_opened(opened, mesh=mesh), out, dtype=dtype, max_shard_size=limit)
     files = "1 file" if done.files == 1 else f"{done.files} files"
     print(f"exported {source} to {done.path}: {done.size / 2**20:,.1f} MiB of {done.dtype} in {files}")
     print(

@@ -20,8 +20,8 @@ def parse(
       args: the arguments after the verb.
       usage: how it is called, for messages.
       words: names of the positional arguments, for messages.
-      options: name without dashes -> str, int, float, list (texts: the option may come several times), or bool (a
-        switch, which takes no value).
+      options: name without dashes -> str, int, float, list (texts: the option may come several times), tuple (the
+        same, and every text up to the next option belongs to it), or bool (a switch, which takes no value).
       optional: how many of the last words may be left out.
 
     Returns:
@@ -53,8 +53,10 @@ def parse(
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name} has no value", f"usage: {usage}")
             text = rest.pop(0)
-        if kind is list:
+        if kind in (list, tuple):
             values.setdefault(name, []).append(text)
+            while kind is tuple and rest and not rest[0].startswith("--"):
+                values[name].append(rest.pop(0))
             continue
         try:
             values[name] = kind(text)

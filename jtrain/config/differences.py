@@ -19,6 +19,16 @@ _REFUSED = (
     "data",
     "optimizer.name",
     "optimizer.freeze",
+    "contrastive",
+    # The other side of a loss: who the reference or teacher is, and which of its numbers are kept.
+    "dpo.ref_model",
+    "dpo.ld_alpha",
+    "dpo.precompute_ref_log_probs",
+    "dpo.sync_ref_model",
+    "distill.teacher",
+    "distill.temperature",
+    "distill.top_k",
+    "distill.precompute_dtype",
 )
 _HARMLESS = (
     "model.remat",
@@ -30,6 +40,8 @@ _HARMLESS = (
     "data.max_bad_records",
 )
 """Exceptions within the refused sections: they change how something is computed or read, not what."""
+_FILLED_IN = ("max_length", "data.tokenizer", "optimizer.freeze", "model.vocab_size", "model.lora")
+"""What a trainer fills in where nobody sets it: from the model, the teacher, or the adapter at `model.lora.path`."""
 
 _PARAMETER_DTYPE = {"bf16-true": "bfloat16", "64-true": "float64"}
 
@@ -73,6 +85,17 @@ def differences(
     if max(before["dcn.local_steps"], after["dcn.local_steps"]) > 1:  # one optimizer state a slice
         refused += [difference for difference in changed if difference.field == "mesh.slices"]
     return [difference for difference in changed if difference not in refused], refused
+
+
+def may_be_filled_in(difference: Difference) -> bool:
+    """Whether the new config, as it was given, leaves this field to the trainer, which fills it in.
+
+    Args:
+      difference: of a checkpoint's config, in which everything is filled in, and of one that no trainer has seen.
+    """
+    field, _, new = difference
+    filled = any(field == name or field.startswith(f"{name}.") for name in _FILLED_IN)
+    return filled and new == _comparable(Config())[field]
 
 
 def _is_refused(difference: Difference) -> bool:

@@ -10,7 +10,7 @@ import functools
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, get_origin
 
 from jtrain.config import layers, names, rules
@@ -30,7 +30,7 @@ class Flag(NamedTuple):
     """A flag as it was typed: dotted name with underscores, its values, and how messages name it."""
 
     name: str
-    values: tuple[str, ...]
+    values: tuple[Any, ...]
     typed: str
 
 
@@ -90,13 +90,23 @@ def _is_switch(name: str) -> bool:
     return name in _SWITCHES or names.takes(alias.target if alias else name, bool)
 
 
-def _joined(name: str, text: str) -> tuple[str, ...]:
+def _joined(name: str, text: str) -> tuple[Any, ...]:
     """The values of `--name=text`; a list may be written as in YAML: `--data.train=[a.txt,b.txt]`."""
     value = parse_scalar(text) if name not in names.sections() and names.many(_target(name)) else None
-    return tuple(map(str, value)) if isinstance(value, list) else (text,)
+    return tuple(_items(value)) if isinstance(value, list) else (text,)
 
 
-def _values(name: str, queue: list[str], typed: str) -> tuple[str, ...]:
+def _items(values: list[Any]) -> Iterator[Any]:
+    """The items of a list as they would be typed, pairs one behind the other; mappings (sources with weights) as they
+    are."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _items(value)
+        else:
+            yield value if isinstance(value, dict) else str(value)
+
+
+def _values(name: str, queue: list[str], typed: str) -> tuple[Any, ...]:
     def at_value() -> bool:
         return bool(queue) and (not queue[0].startswith("-") or bool(_NUMBER.fullmatch(queue[0])))
 
@@ -110,6 +120,9 @@ def _values(name: str, queue: list[str], typed: str) -> tuple[str, ...]:
     taken: list[str] = []
     while at_value() and not _is_assignment(queue[0]):
         taken.append(queue.pop(0))
+    whole = " ".join(taken)  # without quotes the shell cuts `[cat, dog]` at its spaces
+    if whole.startswith("[") and whole.endswith("]") and (found := _joined(name, whole)) != (whole,):
+        return found
     return tuple(taken)
 
 
@@ -138,7 +151,7 @@ def to_layer(flags: Iterable[Flag]) -> Layer:
     return layer
 
 
-def _grouped(path: str, values: tuple[str, ...]) -> tuple[Any, ...]:
+def _grouped(path: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values of a list; those of a list of pairs, in pairs."""
     if path != "optimizer.decay_rules":
         return values

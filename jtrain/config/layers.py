@@ -199,8 +199,10 @@ def _assign_section(layer: Layer, section: str, value: Any, origin: str, *, text
 
 def short_form(section: str) -> str:
     """An example of what may be written for a whole section."""
+    if section == "mesh" or section.startswith("roles."):
+        return f"{section}: fsdp=4,tensor=2"
     leaves = list(names.sections()[section].model_fields)[:2]
-    return "mesh: fsdp=4,tensor=2" if section == "mesh" else f"{section}: {{{leaves[0]}: ..., {leaves[1]}: ...}}"
+    return f"{section}: {{{leaves[0]}: ..., {leaves[1]}: ...}}"
 
 
 def read_text(path: str, text: str, *, translated: bool = False) -> Any:
@@ -227,11 +229,11 @@ def _plain_value(value: Any) -> Any:
 
 def unknown(name: str, origin: str) -> ConfigError:
     """The error for a name that is no field."""
-    meant = names.nearest_name(name)
-    section = name.partition(".")[0]
+    meant = None if name.startswith("roles.") else names.nearest_name(name)  # axes have their names in `mesh`, too
+    section = next((s for s in (name.rpartition(".")[0], name.partition(".")[0]) if s in names.sections()), "")
     if meant:
         remedy = f"Did you mean {'--' if origin.startswith('-') else ''}{meant}?"
-    elif section in names.sections():
+    elif section:
         known = list(names.sections()[section].model_fields)
         more = f" and {len(known) - 12} more (docs/config.md)" if len(known) > 12 else ""
         remedy = f"{section} has: {', '.join(known[:12])}{more}."

@@ -184,16 +184,23 @@ ALIASES: dict[str, Alias] = {
                 "ref_model",
                 "precompute_ref_log_probs",
                 "precompute_ref_batch_size",
+                "sync_ref_model",
+                "ref_model_mixup_alpha",
+                "ref_model_sync_steps",
                 "disable_dropout",
             )
         ),
+        Alias("teacher_model_name_or_path", "distill.teacher", _TRL),
+        Alias("lmbda", "distill.on_policy_fraction", _TRL),
+        Alias("seq_kd", "distill.seq_kd", _TRL),
+        Alias("max_completion_length", "distill.max_completion_length", _TRL),
         Alias("lr", "optimizer.learning_rate", _SHORT),
         Alias("preset", "model.preset", _SHORT),
     )
 }
 
 NOT_BUILT = {
-    "task": ("grpo", "ppo", "distill"),
+    "task": ("grpo", "ppo"),
     "strategy": ("auto",),
     "mesh": ("auto",),
 }

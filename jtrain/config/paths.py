@@ -15,14 +15,16 @@ OUTPUTS = ("run_dir", "data.cache_dir", "compile_cache")
 """Fields that name what a run writes."""
 
 _WORDS = {"data.tokenizer": ("bytes",), "compile_cache": ("auto",)}
+_MODELS = ("model.path", "dpo.ref_model", "distill.teacher")
+"""Fields that name a model, which may be one of the hub."""
 _INPUTS = (
     "data.train",
     "data.eval",
     "data.tokenizer",
     "data.chat_template",
     "checkpoint.init_from",
-    "model.path",
     "model.lora.path",
+    *_MODELS,
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
@@ -80,7 +82,7 @@ def map_paths(path: str, value: Any, change: Callable[[str], str]) -> Any:
     if path == "data.chat_template" and not value.endswith(".jinja"):
         return value  # a name
     changed = change(value)
-    if path == "model.path" and is_hub_name(value) and not os.path.exists(changed):
+    if path in _MODELS and is_hub_name(value) and not os.path.exists(changed):
         return value
     return changed
 

@@ -28,7 +28,8 @@ READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
     "desirable_weight": UNPAIRED,
     "undesirable_weight": UNPAIRED,
     "ref_model": (*_PAIRED_WITH_REFERENCE, *UNPAIRED),
-    "precompute_ref_log_probs": (*_PAIRED_WITH_REFERENCE, "apo_zero_unpaired"),
+    "precompute_ref_log_probs": (*_PAIRED_WITH_REFERENCE, *UNPAIRED),
+    "sync_ref_model": (*_PAIRED_WITH_REFERENCE, *UNPAIRED),
 }
 """Field of `dpo` -> losses that read it; a list reads it where one of its losses does."""
 _OF_ALL = ("f_divergence_type", "use_weighting")
@@ -78,6 +79,7 @@ def check_dpo(config: Config) -> None:
             f"dpo.precompute_ref_batch_size: {section.precompute_ref_batch_size} without precomputing",
             "Write dpo.precompute_ref_log_probs: true, or leave it out.",
         )
+    _synchronised(config)
     if "exo_pair" in kinds and not section.label_smoothing:
         raise ConfigError(
             "dpo.label_smoothing: 0 with dpo.loss_type: exo_pair, which takes its logarithm",
@@ -94,3 +96,23 @@ def check_dpo(config: Config) -> None:
             f"data.packing: {config.data.packing} with task: {config.task}, which has a pair in a row",
             "Write data.packing: none, or leave it out.",
         )
+
+
+def _synchronised(config: Config) -> None:
+    """What a reference that moves can't be, and fields that only it reads."""
+    section, default, lora = config.dpo, DpoConfig(), config.model.lora
+    if not section.sync_ref_model:
+        for field in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+            if getattr(section, field) != getattr(default, field):
+                raise ConfigError(
+                    f"dpo.{field}: {getattr(section, field)} without dpo.sync_ref_model",
+                    "Write dpo.sync_ref_model: true, or leave it out.",
+                )
+        return
+    for given, what, why in (
+        (lora.rank or lora.path, "adapters (model.lora)", "the policy's own base is the reference"),
+        (section.precompute_ref_log_probs, "dpo.precompute_ref_log_probs", "a table is of one reference"),
+        (section.ref_model is not None, "dpo.ref_model", "the reference that moves begins as the policy"),
+    ):
+        if given:
+            raise ConfigError(f"dpo.sync_ref_model: true with {what}: {why}", "Leave out one of them.")

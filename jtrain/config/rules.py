@@ -6,23 +6,21 @@ Rules that need the model's shape stand with the task; those that need devices, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jtrain.config import ladder
+from jtrain.config.contrastive_rules import check_contrastive
+from jtrain.config.distill_rules import check_distill
+from jtrain.config.mesh_rules import AXES, BATCH_AXES, data_ranks, mesh_numbers, mesh_text
 from jtrain.config.names import nearest
 from jtrain.config.preference_rules import check_dpo
+from jtrain.config.role_rules import check_role_options, check_roles, policy_sizes
 from jtrain.config.schema import Config, MeshConfig
 from jtrain.config.section import DURATION, Duration
 from jtrain.config.section_rules import check_data, check_hardware, check_lora, check_patterns, check_processes
 from jtrain.config.task_defaults import check_task
 from jtrain.errors import ConfigError
-
-AXES = ("data", "fsdp", "pipeline", "context", "tensor", "expert")
-"""Mesh axes, outermost first."""
-BATCH_AXES = ("data", "fsdp", "expert")
-"""Axes that divide the rows of a batch."""
 
 DEFAULT_GLOBAL_BATCH = 32
 DEFAULT_EPOCHS = 1.0
@@ -44,8 +42,11 @@ def check(config: Config) -> Config:
     """
     check_task(config)
     check_dpo(config)
+    check_distill(config)
+    check_contrastive(config)
+    check_role_options(config)
     config = apply_strategy(_length(config))
-    _mesh_numbers(config.mesh)
+    mesh_numbers(config.mesh)
     _axes_exist(config)
     check_processes(config)
     check_patterns(config)
@@ -62,10 +63,11 @@ def check(config: Config) -> Config:
     _context_kernel(config)
     check_lora(config)
     if isinstance(config.devices, int):
-        mesh = resolve_mesh(config.mesh, config.devices)
+        mesh = policy_sizes(config, config.devices)
         check_context_length(config, mesh["context"])
         check_slices(config, mesh)
-        resolve_batch(config, data_ranks(mesh))
+        size = resolve_batch(config, data_ranks(mesh))
+        check_roles(config, config.devices, size.per_device * data_ranks(mesh))
     else:
         check_context_length(config, max(config.mesh.context, 1))
         _batch_numbers(config)
@@ -180,51 +182,6 @@ def apply_strategy(config: Config) -> Config:
     return config.model_copy(update={"mesh": mesh, "sharding": config.sharding.model_copy(update=update)})
 
 
-def mesh_text(mesh: MeshConfig | dict[str, int]) -> str:
-    """`data=2,fsdp=4`: the axes that are not 1."""
-    sizes = mesh if isinstance(mesh, dict) else {axis: getattr(mesh, axis) for axis in AXES}
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
-
-
-def _mesh_numbers(mesh: MeshConfig) -> None:
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    for axis, size in sizes.items():
-        if size == 0 or size < -1:
-            raise ConfigError(f"mesh.{axis}: {size} is not a size", "Write a number above 0, or -1: what is left.")
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        remedy = f"Only one axis takes what is left: give {' or '.join(free)} a number."
-        if free[0] == "data":
-            remedy += " (data is -1 unless it is given.)"
-        raise ConfigError(f"mesh: {' and '.join(f'{axis}=-1' for axis in free)}", remedy)
-
-
-def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
-    """Size of every mesh axis, in the order of `AXES`, with -1 filled in.
-
-    Raises:
-      ConfigError: the product is not the number of devices; the message shows it and the nearest legal meshes.
-    """
-    _mesh_numbers(mesh)
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    free = next((axis for axis, size in sizes.items() if size == -1), None)
-    if n_devices % fixed or (free is None and fixed != n_devices):
-        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or (axis, size) == ("data", 1))
-        relation = f"does not divide {n_devices} devices" if free else f"is not {n_devices} devices"
-        near = ", or ".join(mesh_text(mesh) for mesh in _nearest_meshes(sizes, n_devices))
-        raise ConfigError(f"mesh: {shown} = {fixed} {relation}", f"Write mesh: {near}; or devices: {fixed}.")
-    if free is not None:
-        sizes[free] = n_devices // fixed
-    slices = mesh.slices
-    if slices > 1 and sizes["data"] % slices and sizes["fsdp"] % slices:
-        raise ConfigError(
-            f"mesh.slices: {slices} divides neither data={sizes['data']} nor fsdp={sizes['fsdp']}",
-            f"Make mesh.data a multiple of {slices}: it carries the network between slices.",
-        )
-    return sizes
-
-
 def slices_by_themselves(config: Config) -> str | None:
     """The `dcn` field that makes slices compute gradients by themselves, as `dcn.local_steps: 50`; None: none does."""
     dcn = config.dcn
@@ -287,31 +244,6 @@ def check_slices(config: Config, sizes: dict[str, int]) -> None:
     )
 
 
-def _nearest_meshes(sizes: dict[str, int], n_devices: int, count: int = 3) -> list[dict[str, int]]:
-    """The legal meshes with the least change (sum of |log2| of the factors)."""
-
-    def change(mesh: dict[str, int]) -> float:
-        return sum(abs(math.log2(mesh[axis] / size)) for axis, size in sizes.items() if size != -1)
-
-    # Axes that were not asked for stay 1, but for those that fit any model.
-    asked = [axis for axis in AXES if axis in ("fsdp", "tensor") or (axis != "data" and sizes[axis] != 1)]
-
-    def legal(axes: list[str], left: int) -> Iterator[dict[str, int]]:
-        if not axes:
-            yield dict.fromkeys(AXES, 1) | {"data": left}
-            return
-        for size in (d for d in range(1, left + 1) if left % d == 0):
-            for rest in legal(axes[1:], left // size):
-                yield rest | {axes[0]: size}
-
-    return sorted(legal(asked, n_devices), key=change)[:count]
-
-
-def data_ranks(mesh: dict[str, int]) -> int:
-    """How many ways the rows of a batch are divided."""
-    return math.prod(mesh[axis] for axis in BATCH_AXES)
-
-
 def _axes_exist(config: Config) -> None:
     named = [("optimizer_axes", config.sharding.optimizer_axes), ("gradient_axes", config.sharding.gradient_axes)]
     named += [(f"rules.{name}", axes) for name, axes in config.sharding.rules.items()]
@@ -356,9 +288,6 @@ def _context_kernel(config: Config) -> None:
             "has one",
             "Write model.attention: auto, or context.method: ulysses.",
         )
-
-
-# -- adapters ---------------------------------------------------------------------------------------------------------
 
 
 # -- batch ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jtrain.config.contrastive_section import ContrastiveConfig
 from jtrain.config.section import (
     Duration,
     NotNegative,
@@ -22,9 +23,10 @@ from jtrain.config.section import (
     held_out,
     one_or_many,
 )
-from jtrain.config.task_sections import DpoConfig, RewardConfig, SftConfig
+from jtrain.config.task_sections import DistillConfig, DpoConfig, RewardConfig, RolesConfig, SftConfig
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-mixed", "64-true", "auto"]
+TextMetric = Literal["bleu", "chrf", "ter", "rouge", "exact_match"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
@@ -154,8 +156,8 @@ def split_sources(sources: list[Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...]
 
 class DataConfig(Section):
     train: Strings = ()
-    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record; or hf:org/name[@revision][:split] of the hub.
-    Several sources are a mixture."""
+    """Paths, globs or URLs: .txt, .jsonl, .parquet, .array_record (contrastive: .npz, too); or
+    hf:org/name[@revision][:split] of the hub. Several sources are a mixture."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each entry of `train`; empty: proportional to size (one pass over everything is an epoch)."""
     eval: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | tuple[str, ...] | None, BeforeValidator(held_out)] = None
@@ -350,6 +352,15 @@ class EvalConfig(Section):
     """Ends the run after this many evaluations in a row without a better `checkpoint.best`; 0: never."""
     early_stopping_threshold: Annotated[float, Field(ge=0.0)] = 0.0
     """What counts as better."""
+    metrics: Annotated[tuple[TextMetric, ...], BeforeValidator(one_or_many)] = ()
+    """Scores of answers to held-out prompts, generated at every evaluation with temperature 0, against those of the
+    data (sft, distill): bleu, chrf, ter, rouge, exact_match. Needs the extra `eval`."""
+    metric_examples: Positive = 100
+    """Prompts that are answered for `metrics`: the first ones, as many of each source."""
+    max_new_tokens: Positive = 128
+    """Tokens of such an answer."""
+    num_samples: NotNegative = 0
+    """Answers that are shown at every evaluation, with prompt and reference: console, events.jsonl, trackers."""
     sample_prompts: Strings = ()
     """Texts that are continued and printed when the run ends."""
     sample_tokens: Positive = 64
@@ -390,7 +401,7 @@ class FaultsConfig(Section):
 
 
 class Config(Section):
-    task: Literal["pretrain", "sft", "dpo", "reward"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "reward", "distill", "contrastive"] = "pretrain"
     """What is trained."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/pretrain"
     """Where the run's config, metrics, events and checkpoints stand."""
@@ -441,6 +452,8 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
     reward: RewardConfig = RewardConfig()
+    distill: DistillConfig = DistillConfig()
+    contrastive: ContrastiveConfig = ContrastiveConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -448,3 +461,4 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
     faults: FaultsConfig = FaultsConfig()
+    roles: RolesConfig = RolesConfig()

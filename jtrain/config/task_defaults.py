@@ -6,10 +6,12 @@ are an error, not a line without effect.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from jtrain.config.layers import Layer
 from jtrain.config.schema import Config
+from jtrain.config.section import Section
 from jtrain.errors import ConfigError
 
 
@@ -32,6 +34,7 @@ class TaskDefault(NamedTuple):
 
 
 _TRL = "TRL's default"
+_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 FINE_TUNING: tuple[TaskDefault, ...] = (
     TaskDefault("optimizer.weight_decay", 0.0, _TRL),
     TaskDefault("optimizer.beta2", 0.999, _TRL),
@@ -73,15 +76,65 @@ TASK_DEFAULTS: dict[str, tuple[TaskDefault, ...]] = {
         *FINE_TUNING,
         TaskDefault("data.packing", "none", "one pair a row, padded to the next bucket of lengths"),
     ),
+    "distill": (
+        TaskDefault("run_dir", "runs/distill", "named after the task"),
+        TaskDefault(
+            "optimizer.learning_rate", 1e-4, "adapters take a higher rate (TRL's advice)", when="model.lora.rank"
+        ),
+        TaskDefault("optimizer.learning_rate", 2e-5, "that of SFT, as in TRL's GKD"),
+        *FINE_TUNING,
+        TaskDefault("data.packing", "none", f"{_TRL}: one example a row, padded to the next bucket of lengths"),
+    ),
+    "contrastive": (
+        TaskDefault("run_dir", "runs/contrastive", "named after the task"),
+        TaskDefault("model.preset", "clip-tiny", "a model of images and texts", unless=("model.path",)),
+        TaskDefault("optimizer.learning_rate", 1e-5, "weights that are loaded are tuned", when="model.path"),
+        TaskDefault("optimizer.learning_rate", 5e-4, "CLIP's"),
+        TaskDefault("optimizer.beta2", 0.98, "CLIP's"),
+        TaskDefault("optimizer.eps", 1e-6, "CLIP's"),
+        TaskDefault(
+            "optimizer.decay_rules",
+            ((r".*(norm|bias|logit_scale).*", 0.0), (r".*", 1.0)),
+            "CLIP's: the scale of the scores does not decay",
+        ),
+        TaskDefault("schedule.min_ratio", 0.0, "CLIP's"),
+        TaskDefault("global_batch_size", 256, "every other pair of the batch is a negative", _BATCH),
+        TaskDefault("precision", "auto", "bf16-mixed where the hardware has it"),
+        TaskDefault("data.packing", "none", "an image with its text is a row"),
+    ),
 }
 
 READ_BY: dict[str, tuple[str, ...]] = {
-    "sft": ("sft",),
+    "sft": ("sft", "distill"),
     "dpo": ("dpo",),
     "reward": ("reward",),
-    "data.truncation": ("sft", "dpo"),
-    "data.chat_template": ("sft", "dpo", "reward"),
-    "data.buckets": ("sft", "dpo", "reward"),
+    "distill": ("distill",),
+    "contrastive": ("contrastive",),
+    "loss.label_smoothing": ("pretrain", "sft"),
+    "loss.z_loss": ("pretrain", "sft"),
+    "roles.reference": ("dpo",),
+    "roles.teacher": ("distill",),
+    **dict.fromkeys(
+        ("eval.metrics", "eval.metric_examples", "eval.max_new_tokens", "eval.num_samples"), ("sft", "distill")
+    ),
+    "data.truncation": ("sft", "dpo", "distill"),
+    "data.chat_template": ("sft", "dpo", "reward", "distill"),
+    "data.buckets": ("sft", "dpo", "reward", "distill"),
+    **dict.fromkeys(
+        (
+            "data.append_eos",
+            "data.prepend_bos",
+            "data.weights",
+            "data.cache_dir",
+            "data.on_bad_record",
+            "data.max_bad_records",
+            "loss",
+            "model.lora",
+            "eval.sample_prompts",
+            "context",
+        ),
+        ("pretrain", "sft", "dpo", "reward", "distill"),
+    ),
 }
 """Fields and sections that some tasks read, and these."""
 
@@ -116,10 +169,9 @@ def check_task(config: Config) -> None:
     """
     plain = Config()
     for path, tasks in READ_BY.items():
-        section, _, leaf = path.rpartition(".")
-        value, default = (getattr(getattr(c, section) if section else c, leaf) for c in (config, plain))
+        value, default = (functools.reduce(getattr, path.split("."), c) for c in (config, plain))
         if config.task not in tasks and value != default:
-            shown = f": {value!r}" if section else ""
+            shown = "" if isinstance(value, Section) else f": {value!r}"
             raise ConfigError(
                 f"{path}{shown} with task: {config.task}, which does not read it",
                 f"Leave it out, or write task: {' or '.join(tasks)}.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -104,7 +104,7 @@ def dump_yaml(value: Any) -> str:
 def _check_limits(text: str, name: str) -> None:
     """Counts on the event stream, which needs no recursion: composing a hostile document would."""
     depth = nodes = aliases = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for event in _events(text):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -119,6 +119,20 @@ def _check_limits(text: str, name: str) -> None:
             if figure > limit:
                 line = event.start_mark.line + 1 if event.start_mark else 0  # pyyaml's own events all have one
                 raise ConfigError(f"{name} line {line}: more than {limit:,} {what}", "A config is a small, flat file.")
+
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    """The events: of libyaml where PyYAML has it, many times faster; behind what it refuses, those of PyYAML itself."""
+    if not yaml.__with_libyaml__:
+        yield from yaml.parse(text, Loader=_Loader)
+        return
+    count = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+            count += 1
+            yield event
+    except yaml.YAMLError:
+        yield from itertools.islice(yaml.parse(text, Loader=_Loader), count, None)
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from jtrain.data import preference, sft
 from jtrain.data.cache import CacheOptions, Progress, open_plan, open_store
 from jtrain.data.examples import example_options, example_store
+from jtrain.data.image_rows import transform_of
 from jtrain.data.packing import split_documents, split_edges
 from jtrain.data.rows import EvalRows, PackedRows, TrainRows
 from jtrain.data.sft import buckets_of
@@ -23,6 +24,9 @@ from jtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
+
+EXAMPLES = ("sft", "distill")
+"""Tasks that read examples: a record is a row, or shares one."""
 
 
 def build_data(
@@ -63,13 +67,26 @@ def build_data(
     return TrainRows(rows, seed=config.seed, weights=weights, shuffle=shuffle, buckets=buckets), held_out
 
 
-def build_eval(config: Config, tokenizer: Tokenizer, data: Any, *, progress: bool = True) -> EvalRows:
-    """Rows for an evaluation: of texts or examples in memory, or of paths.
+def build_eval(
+    config: Config,
+    tokenizer: Tokenizer,
+    data: Any,
+    *,
+    progress: bool = True,
+    field: str = "data.eval",
+    check: Callable[[TokenStore], None] | None = None,
+) -> EvalRows:
+    """Rows for an evaluation: of texts or examples in memory, or of paths (which messages call `field`).
+
+    `check` sees the tokens of each source before rows are planned.
 
     Raises:
       DataError: data that can't be used; StorageError: a cache that can't be written.
     """
-    stores = _open(config, tokenizer, data, "data.eval", "eval_dataset", progress)
+    stores = _open(config, tokenizer, data, field, "eval_dataset", progress)
+    if check is not None:
+        for store, _ in stores:
+            check(store)
     packed = _packed(config, tokenizer, stores, [store.edges for store, _ in stores])
     return EvalRows(packed, buckets=_buckets(config))
 
@@ -87,7 +104,7 @@ def _open(config: Config, tokenizer: Tokenizer, data: Any, field: str, argument:
         with _progress_bar(progress) as report:
             return [(open_store(path, tokenizer, options, field=field, progress=report), "texts") for path in data]
     stores: list[Opened] = []
-    reader = sft if config.task == "sft" else preference
+    reader = sft if config.task in EXAMPLES else preference
     with _progress_bar(progress) as report:
         for source in [data] if is_texts(data) else data:
             name = f"{field}: {source}" if isinstance(source, str) else argument
@@ -105,7 +122,7 @@ def _packed(
     config: Config, tokenizer: Tokenizer, stores: Sequence[Opened], edges: Sequence[np.ndarray]
 ) -> list[PackedRows]:
     """The planned rows of a stretch of each store."""
-    if config.task not in ("pretrain", "sft"):
+    if config.task not in ("pretrain", *EXAMPLES):
         found = zip(stores, edges, strict=True)
         return [preference.rows_of(config, store, part, tokenizer.pad_id, title) for (store, title), part in found]
     token_bytes = tokenizer.token_bytes()
@@ -118,6 +135,7 @@ def _packed(
             pad_id=tokenizer.pad_id,
             edges=part,
             title=title,
+            transform=transform_of(tokenizer.images),
         )
         for (store, title), part in zip(stores, edges, strict=True)
     ]
@@ -143,7 +161,7 @@ def _split(config: Config, path: str, store: TokenStore) -> tuple[np.ndarray, np
     fraction = config.data.eval
     assert isinstance(fraction, float)
     if store.targets is not None:
-        unit = 1 if config.task == "sft" else preference.documents_of_a_record(config)
+        unit = 1 if config.task in EXAMPLES else preference.documents_of_a_record(config)
         if len(store.edges) < 2 * unit + 1:
             raise ConfigError(
                 f"data.eval: {fraction} of {path}, which holds one example: nothing is left to train on or to evaluate",

@@ -107,16 +107,16 @@ def open_store(
     check_special_tokens(tokenizer, options.recipe)
     files = [(path, kind_of(path)) for path in find_files(pattern, field=field)]
     root = cache_folder(options.folder)
-    with _storage(root):
+    with storage(root):
         (root / "tokens").mkdir(parents=True, exist_ok=True)
         (root / "files").mkdir(parents=True, exist_ok=True)
     digests = [_file_digest(path, root / "files") for path, _ in files]
-    recipe = {k: v for k, v in asdict(options.recipe).items() if k not in ("bad_limit", "title")}
+    recipe = {k: v for k, v in asdict(options.recipe).items() if k not in ("bad_limit", "title", "folder")}
     identity = [CACHE_VERSION, [*zip(digests, (kind for _, kind in files), strict=True)], tokenizer.fingerprint, recipe]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     path = root / "tokens" / key
     if not _is_whole(path):
-        with _locked(root / "tokens" / f"{key}.lock"):
+        with locked(root / "tokens" / f"{key}.lock"):
             if not _is_whole(path):
                 _build(path, files, tokenizer, options, progress)
     meta = json.loads((path / "meta.json").read_text())
@@ -126,9 +126,15 @@ def open_store(
     tokens = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]), "r")
     edges = np.load(path / "edges.npy", mmap_mode="r", allow_pickle=False)
     if not meta.get("targets"):
-        return TokenStore(tokens, edges, key, path)
+        return TokenStore(tokens, edges, key, path, bad_records=meta["bad_records"])
     targets = np.memmap(path / "targets.bin", np.uint8, "r")
-    return TokenStore(tokens, edges, key, path, targets, np.fromfile(path / "values.bin", np.float32))
+    values = np.fromfile(path / "values.bin", np.float32)
+    store = TokenStore(tokens, edges, key, path, targets, values, bad_records=meta["bad_records"])
+    if not meta.get("images"):
+        return store
+    from jtrain.data.examples import with_cached_images  # it reads options of this module
+
+    return with_cached_images(store, tokenizer, options.recipe)
 
 
 def open_plan(
@@ -148,20 +154,22 @@ def open_plan(
     if targets is None:
         plan = plan_rows(edges, max_length, packing)
     else:
-        plan = plan_examples(edges, targets, max_length, packing, truncation)
+        images = () if store.images is None else (store.images.starts, store.images.tokens)
+        plan = plan_examples(edges, targets, max_length, packing, truncation, *images)
         if not plan.rows:
             raise DataError(
                 f"none of the {len(edges) - 1:,} examples has a token to learn",
-                f"Are the completions empty, or behind the first {max_length} tokens (max_length, data.truncation)?",
+                "Are the completions (or the assistant's turns) empty, missing, or behind the first "
+                f"{max_length} tokens (max_length, data.truncation)?",
             )
     if path is None:
         return plan
-    made = _temporary(path)
-    with _storage(made):
+    made = temporary(path)
+    with storage(made):
         made.mkdir()
         for part in _PLAN_PARTS:
             np.save(made / f"{part}.npy", getattr(plan, part), allow_pickle=False)
-    _publish(made, path, lambda: _load_plan(path, max_length) is not None)
+    publish(made, path, lambda: _load_plan(path, max_length) is not None)
     return plan
 
 
@@ -180,10 +188,10 @@ def _build(
     path: Path, files: Sequence[tuple[str, str]], tokenizer: Tokenizer, options: CacheOptions, progress: Progress | None
 ) -> None:
     """Tokenises into a temporary folder and renames it to `path`."""
-    made = _temporary(path)
+    made = temporary(path)
     for stale in made.parent.glob(f"{path.name}.tmp-{socket.gethostname()}-*"):
         shutil.rmtree(stale, ignore_errors=True)  # we hold the lock: whoever made it is dead
-    with _storage(made):
+    with storage(made):
         made.mkdir()
     try:
         skip = options.on_bad_record == "skip"
@@ -194,9 +202,9 @@ def _build(
         jobs = [(chunk, str(made / f"{number:06d}")) for number, chunk in enumerate(chunks)]
         with contextlib.closing(_run(jobs, recipe, tokenizer, options)) as results:
             meta = _collect(made, jobs, results, tokenizer, options, progress)
-        with _storage(made):
+        with storage(made):
             (made / "meta.json").write_text(json.dumps(meta, indent=1))
-        _publish(made, path, lambda: _is_whole(path))
+        publish(made, path, lambda: _is_whole(path))
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -226,8 +234,8 @@ def _collect(
     bad: list[dict[str, Any]] = []
     total, done = sum(chunk.size for chunk, _ in jobs), 0
     file, records, unfinished = "", 0, False
-    kinds = ("tokens", "targets", "values") if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
-    with _storage(made), contextlib.ExitStack() as stack:
+    kinds = options.recipe.parts if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
+    with storage(made), contextlib.ExitStack() as stack:
         joined = {kind: stack.enter_context(open(made / f"{kind}.bin", "wb")) for kind in kinds}
         for (chunk, out), result in zip(jobs, results, strict=True):
             if chunk.path != file:
@@ -265,6 +273,7 @@ def _collect(
         "files": sorted({chunk.path for chunk, _ in jobs}),
         "tokenizer": tokenizer.spec,
         "targets": "targets" in kinds,
+        "images": "images" in kinds,
     }
 
 
@@ -275,17 +284,17 @@ def _check_policy(bad: Sequence[dict[str, Any]], options: CacheOptions) -> None:
     limit = options.max_bad_records if options.on_bad_record == "skip" else 0
     if len(bad) <= limit:
         return
-    first = bad[0]
-    line = f" (line {first['index'] + 1})" if first["kind"] == "jsonl" else ""
-    where = first["file"] if first["kind"] == "text" else f"{first['file']}: record {first['index']}{line}"
+    first, unit = bad[0], {"text": "", "jsonl": "line"}.get(bad[0]["kind"], "record")
+    where = f"{first['file']}: {unit} {first['index'] + 1}" if unit else first["file"]
+    remedy = first["remedy"].rstrip(".") + "."  # what follows is a sentence of its own
     if options.on_bad_record == "skip":
         raise DataError(
             f"more than {limit} bad records (data.max_bad_records); the first: {where} {first['reason']}",
-            f"{first['remedy']} Or raise data.max_bad_records.",
+            f"{remedy} Or raise data.max_bad_records.",
         )
     raise DataError(
         f"{where} {first['reason']}",
-        f"{first['remedy']} Or leave such records out: data.on_bad_record: skip (up to data.max_bad_records).",
+        f"{remedy} Or leave such records out: data.on_bad_record: skip (up to data.max_bad_records).",
     )
 
 
@@ -308,6 +317,8 @@ def _is_whole(path: Path) -> bool:
         if whole and meta.get("targets"):
             whole = (path / "targets.bin").stat().st_size == meta["tokens"]
             whole = whole and (path / "values.bin").stat().st_size == 4 * meta["documents"]
+        if whole and meta.get("images"):
+            whole = (path / "images.bin").stat().st_size == np.fromfile(path / "image_lengths.bin", np.int64).sum()
         return bool(whole)
     except (OSError, ValueError, KeyError, EOFError):
         return False
@@ -324,20 +335,21 @@ def _file_digest(path: str, memo_folder: Path) -> str:
             return known["digest"]
     settled = is_url(path) or time.time() - int(stamp) / 1e9 > _SETTLED_SECONDS
     digest = content_digest(path)
-    made = _temporary(memo)
-    with _storage(memo):
+    made = temporary(memo)
+    with storage(memo):
         made.write_text(json.dumps({"size": size, "stamp": stamp, "digest": digest, "settled": settled}))
         made.replace(memo)
     return digest
 
 
-def _temporary(path: Path) -> Path:
+def temporary(path: Path) -> Path:
+    """A name beside `path` for what is not whole yet; nobody else's."""
     return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
 
 
-def _publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
+def publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
     """Renames a finished folder into place. A broken one there makes way; a whole one of another host stays."""
-    with _storage(path):
+    with storage(path):
         for part in made.iterdir():
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
@@ -349,30 +361,40 @@ def _publish(made: Path, path: Path, whole: Callable[[], bool]) -> None:
             if whole():
                 shutil.rmtree(made)
                 return
-            broken = _temporary(path)
+            broken = temporary(path)
             path.rename(broken)
             made.rename(path)
             shutil.rmtree(broken, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with the process, so that a dead builder never blocks the next."""
-    with _storage(path), open(path, "a") as file:
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds a lock that ends with the process, so that a dead builder never blocks the next.
+
+    Args:
+      path: its file.
+      wait: False: goes on without the lock where another process holds it; what is given then is False.
+    """
+    with storage(path), open(path, "a") as file:
+        held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("another process is tokenising the same data; waiting for it")
-            report("queue")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            report("init")
+            held = False
+            if wait:
+                log.info("another process is making the same cache; waiting for it")
+                report("queue")
+                fcntl.flock(file, fcntl.LOCK_EX)
+                report("init")
+                held = True
         except OSError:  # a file system without locks: work may be done twice, which is safe
             log.debug("%s can't be locked", path)
-        yield
+        yield held
 
 
 @contextlib.contextmanager
-def _storage(path: Path) -> Iterator[None]:
+def storage(path: Path) -> Iterator[None]:
+    """What can't be written is a StorageError that names the folder."""
     try:
         yield
     except OSError as error:

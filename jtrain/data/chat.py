@@ -93,7 +93,7 @@ class ChatTemplate:
         Raises:
           DataError: the messages are no such list, or the template fails, refuses them or exceeds its limits.
         """
-        job = _job(_messages(messages), tools, variables, add_generation_prompt)
+        job = _job(_messages(messages, self.source), tools, variables, add_generation_prompt)
         return self._rendered([job])[0]["text"]
 
     def encode(
@@ -104,6 +104,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         *,
         allow_control_tokens: bool = False,
+        control_tokens: frozenset[str] = frozenset(),
         mask: bool = True,
         **variables: Any,
     ) -> Encoded:
@@ -117,15 +118,17 @@ class ChatTemplate:
           messages, tools, add_generation_prompt, variables: as for `render`.
           allow_control_tokens: names of control tokens in messages are these tokens, which lets the text of a user end
             the turn or open another one.
+          control_tokens: those of which alone this is so (the image token, where a template has no parts of images).
           mask: False: only the ids, in one rendering; the mask stays empty.
 
         Raises:
           DataError: as `render`; or the template changes earlier turns when later ones follow (the number of the turn
             is named), or no token of the assistant's turns is to be found.
         """
-        plain = _messages(messages)
+        plain = _messages(messages, self.source)
         answers = [number for number, message in enumerate(plain) if mask and message["role"] == "assistant"]
-        marks = None if allow_control_tokens else Marks.of(tokenizer, self.source, [plain, tools, variables])
+        values = [plain, tools, variables]
+        marks = None if allow_control_tokens else Marks.of(tokenizer, self.source, values, control_tokens)
         if marks is not None:
             plain, tools, variables = marks.put(plain), marks.put(tools), marks.put(variables)
         text, spans = self._answers(plain, answers, tools, variables, add_generation_prompt)
@@ -241,7 +244,32 @@ def _job(messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any
     return {"tools": tools, "documents": None, **more, "messages": messages, "add_generation_prompt": add_prompt}
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def check_parts(message: Mapping[str, Any], source: str) -> None:
+    """Sees that a template leaves out no part of a message: it reads texts, images, and what else it names.
+
+    Args:
+      message: one of a conversation.
+      source: of the template.
+
+    Raises:
+      DataError: a part is of another type, or is sound or a film, which no model here reads.
+    """
+    content = message.get("content")
+    for part in content if isinstance(content, list | tuple) else ():
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        named = isinstance(kind, str) and (f"'{kind}'" in source or f'"{kind}"' in source)
+        if kind not in _PARTS and (not named or kind in _NOT_READ):
+            raise DataError(
+                f"a part of a message's content is of type {kind!r}, which is not read",
+                "Write parts of type text or image.",
+            )
+
+
+_PARTS = ("text", "image", "image_url")
+_NOT_READ = ("audio", "input_audio", "audio_url", "video", "video_url")
+
+
+def _messages(messages: Any, source: str) -> list[dict[str, Any]]:
     """Messages as transformers gives them to a template: without empty fields, reasoning under each of its names."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
@@ -255,6 +283,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
                 f"message {number} of a conversation has no role: {_short(message)}",
                 'Write {"role": "user", "content": "..."}.',
             )
+        check_parts(message, source)
         fields = {key: _plain(value, f"message {number}") for key, value in message.items() if value is not None}
         reasoning = next((fields[name] for name in _REASONING if name in fields), None)
         if reasoning is not None:

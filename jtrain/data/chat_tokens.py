@@ -86,9 +86,9 @@ class Marks:
         self._names, self._open, self._close = names, open_mark, close_mark
 
     @staticmethod
-    def of(tokenizer: Tokenizer, source: str, values: Any) -> Marks | None:
-        """None: there are no such names, which is the rule."""
-        names = _control_names(tokenizer)
+    def of(tokenizer: Tokenizer, source: str, values: Any, meant: frozenset[str] = frozenset()) -> Marks | None:
+        """Marks of all names but those that are `meant`. None: there are no such names, which is the rule."""
+        names = _control_names(tokenizer, meant)
         strings = list(_strings(values))
         if names is None or not any(names.search(text) for text in strings):
             return None
@@ -147,8 +147,9 @@ def _strings(value: Any) -> Any:
             yield from _strings(item)
 
 
-def _control_names(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    return _names_pattern(tuple(sorted(filter(None, map(tokenizer.id_to_token, tokenizer.special_ids())))))
+def _control_names(tokenizer: Tokenizer, meant: frozenset[str]) -> re.Pattern[str] | None:
+    names = {*filter(None, map(tokenizer.id_to_token, tokenizer.special_ids()))} - meant
+    return _names_pattern(tuple(sorted(names)))
 
 
 @lru_cache(16)

@@ -122,7 +122,7 @@ class ChatEncoder:
         before = self.prompt(prompt, tools=tools, variables=variables)
         assistant: list[int] = []
         if isinstance(prompt, str):
-            ids = self._ended(self._prompt(prompt + completion))
+            ids = self.text(prompt + completion)
         else:
             whole = [*conversation(prompt), *conversation(completion)]
             ids, assistant = self.messages(whole, tools=tools, variables=variables, mask=mask)
@@ -138,7 +138,10 @@ class ChatEncoder:
         return ids if self._eos is None or ids[-1:] == [self._eos] else [*ids, self._eos]
 
     def _template(self) -> ChatTemplate:
-        assert self.template is not None  # whoever has messages loads it
+        if self.template is None:  # the first record holds texts, and decides
+            raise DataError(
+                "it holds no texts, and the records before it do", "Give texts, or messages, in all records."
+            )
         return self.template
 
 
@@ -155,7 +158,7 @@ def sft_encoder(
     special_tokens: Mapping[str, str],
     title: str,
 ) -> Encoder:
-    """The encoder of SFT: one document a record.
+    """The encoder of SFT for a model that reads text alone: one document a record; one with images can't be used.
 
     Args:
       form: of the records, as `form_of` names it; a record of another form can't be used.
@@ -167,7 +170,42 @@ def sft_encoder(
       title: of the template, for messages.
     """
     chat = None if template is None else ChatTemplate(template, special_tokens, name=title)
-    encoder = ChatEncoder(tokenizer, chat, append_eos=append_eos, prepend_bos=prepend_bos)
+    encode = sft_records(
+        ChatEncoder(tokenizer, chat, append_eos=append_eos, prepend_bos=prepend_bos),
+        form=form,
+        text_field=text_field,
+        completion_only=completion_only,
+        assistant_only=assistant_only,
+    )
+
+    def texts_alone(record: Mapping[str, Any]) -> Sequence[Example]:
+        if has_images(record):
+            raise DataError(
+                "it holds images, and the model reads text alone",
+                "Give a model that sees as model.path (a LLaVA folder), or records without images.",
+            )
+        return encode(record)
+
+    return texts_alone
+
+
+def has_images(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds images: in a column of their own (`images`, or LLaVA's `image`), or as parts of its
+    messages."""
+    for name in ("images", "image"):
+        value = record.get(name)
+        if value is not None and not (isinstance(value, str | list | tuple | dict) and not value):
+            return True
+    messages = [m for value in record.values() if isinstance(value, list | tuple) for m in map(_message, value)]
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
+
+
+def sft_records(
+    encoder: ChatEncoder, *, form: str, text_field: str, completion_only: bool, assistant_only: bool
+) -> Encoder:
+    """What SFT makes of records with the texts and messages of an encoder; see `sft_encoder`."""
 
     def encode(record: Mapping[str, Any]) -> list[Example]:
         found = form_of(record, text_field)
@@ -211,15 +249,19 @@ def needs_template(record: Mapping[str, Any], form: str) -> bool:
     return form == MESSAGES or (form == PROMPT_COMPLETION and not isinstance(record["prompt"], str))
 
 
-def no_form(where: str, record: Mapping[str, Any], text_field: str) -> DataError:
+def no_form(where: str, record: Mapping[str, Any], text_field: str, option: str = "data.text_field") -> DataError:
     """The error for data whose fields fit no form."""
-    return DataError(f"{where}: its records have the fields {columns(record)}", f"SFT reads {_known(text_field)}.")
+    nulls = [name for name in (*_CONVERSATION, "prompt", "completion", text_field) if record.get(name, 0) is None]
+    what = f", and {' and '.join(nulls)} of the first record is null" if nulls else ""
+    return DataError(
+        f"{where}: its records have the fields {columns(record)}{what}", f"Give {_known(text_field, option)}."
+    )
 
 
-def _known(text_field: str) -> str:
+def _known(text_field: str, option: str = "data.text_field") -> str:
     return (
         f"prompt and completion (texts, or lists of messages), messages (a conversation), or {text_field} "
-        "(data.text_field: the field that holds a text)"
+        f"({option}: the field that holds a text)"
     )
 
 
@@ -234,10 +276,23 @@ def beside(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(messages: Any) -> Any:
-    """Messages as templates read them: `from` and `value` become role and content, with their usual names."""
+    """Messages as templates read them: `from` and `value` become role and content, with their usual names.
+
+    Raises:
+      DataError: the assistant says nothing: null, or no content at all, without tool calls.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages  # the template says what is wrong
-    return [_message(message) for message in messages]
+    read = [_message(message) for message in messages]
+    for number, message in enumerate(read):
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            continue
+        if message.get("content") is None and not message.get("tool_calls"):  # templates write "None", or nothing
+            raise DataError(
+                f"message {number} is an answer of the assistant whose content is null, without tool_calls",
+                "Give it a content, or remove the record.",
+            )
+    return read
 
 
 def _message(message: Any) -> Any:

@@ -7,9 +7,11 @@ imports jax.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -18,8 +20,8 @@ import numpy as np
 from jtrain.data.cache import CacheOptions
 from jtrain.data.files import find_files, kind_of
 from jtrain.data.sources import Bad, Chunk, plan_chunks, read_records
-from jtrain.data.store import TokenStore
-from jtrain.data.tokenise import ChunkResult, ExampleRecipe, token_dtype
+from jtrain.data.store import StoredImages, TokenStore
+from jtrain.data.tokenise import AnyRecipe, ChunkResult, ExampleRecipe, token_dtype
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError, StorageError
 
@@ -38,11 +40,13 @@ class Example(NamedTuple):
       targets: 1 where a token may be a target of the loss, else 0; as long as ids. (The first token of a document has
         nothing before it and never is one, whatever stands here.)
       value: a number that comes with it, such as a label or a margin.
+      images: what is kept of its images, in the order of their tokens (`jtrain/data/image_conversations.py`).
     """
 
     ids: Sequence[int]
     targets: Sequence[int]
     value: float = 0.0
+    images: Sequence[bytes] = ()
 
 
 Encoder = Callable[[Mapping[str, Any]], Sequence[Example]]
@@ -54,6 +58,7 @@ Raises:
 
 ENCODERS = {
     "sft": "jtrain.data.conversations:sft_encoder",
+    "sft_images": "jtrain.data.image_conversations:image_sft_encoder",
     "preference": "jtrain.data.pairs:preference_encoder",
 }
 """Kind of a recipe -> `module:function`; `function(tokenizer, **recipe.options, title=recipe.title) -> Encoder`."""
@@ -66,7 +71,8 @@ def make_encoder(recipe: ExampleRecipe, tokenizer: Tokenizer) -> Encoder:
       DataError: its chat template is none, or the tokenizer lacks a token.
     """
     module, _, function = ENCODERS[recipe.kind].partition(":")
-    return getattr(importlib.import_module(module), function)(tokenizer, **recipe.options, title=recipe.title)
+    more = {"folder": recipe.folder} if recipe.folder else {}
+    return getattr(importlib.import_module(module), function)(tokenizer, **recipe.options, **more, title=recipe.title)
 
 
 def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
@@ -75,12 +81,8 @@ def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer,
     result = ChunkResult()
     dtype = token_dtype(tokenizer.vocab_size)
     try:
-        with (
-            open(f"{out}.tokens", "wb") as tokens,
-            open(f"{out}.targets", "wb") as targets,
-            open(f"{out}.lengths", "wb") as lengths,
-            open(f"{out}.values", "wb") as values,
-        ):
+        with contextlib.ExitStack() as stack:
+            files = {name: stack.enter_context(open(f"{out}.{name}", "wb")) for name in ("lengths", *recipe.parts)}
             for record in read_records(chunk, recipe.options["text_field"]):
                 found = record if record is None else _encode(encode, record)
                 if isinstance(found, Bad):
@@ -88,10 +90,13 @@ def tokenise_examples(chunk: Chunk, recipe: ExampleRecipe, tokenizer: Tokenizer,
                     if len(result.bad) > recipe.bad_limit:
                         return result
                 for example in () if found is None or isinstance(found, Bad) else found:
-                    tokens.write(np.asarray(example.ids, dtype).data)
-                    targets.write(np.asarray(example.targets, np.uint8).data)
-                    lengths.write(np.asarray([len(example.ids)], np.int64).data)
-                    values.write(np.asarray([example.value], np.float32).data)
+                    files["tokens"].write(np.asarray(example.ids, dtype).data)
+                    files["targets"].write(np.asarray(example.targets, np.uint8).data)
+                    files["lengths"].write(np.asarray([len(example.ids)], np.int64).data)
+                    files["values"].write(np.asarray([example.value], np.float32).data)
+                    for image in example.images:
+                        files["images"].write(image)
+                        files["image_lengths"].write(np.asarray([len(image)], np.int64).data)
                     result.documents += 1
                     result.tokens += len(example.ids)
                 result.records += 1
@@ -133,8 +138,43 @@ def example_store(
         log.warning("%d records of %s can't be used and were left out", bad, name)
     if not found:
         raise DataError(f"{name} holds no example", "Every record of it is empty.")
-    ids, targets, values = zip(*found, strict=True)
-    return TokenStore.from_documents(ids, targets, values)
+    ids, targets, values, images = zip(*found, strict=True)
+    store = replace(TokenStore.from_documents(ids, targets, values), bad_records=bad)
+    if "image_token" not in options.recipe.options:
+        return store
+    payloads = [payload for of_example in images for payload in of_example]
+    data = np.frombuffer(b"".join(payloads), np.uint8)
+    return with_images(store, tokenizer, options.recipe, data, np.asarray([len(one) for one in payloads], np.int64))
+
+
+def with_cached_images(store: TokenStore, tokenizer: Tokenizer, recipe: AnyRecipe) -> TokenStore:
+    """A store of a cache with the images that lie beside its tokens."""
+    assert isinstance(recipe, ExampleRecipe) and store.path is not None
+    lengths = np.fromfile(store.path / "image_lengths.bin", np.int64)
+    data = np.memmap(store.path / "images.bin", np.uint8, "r") if len(lengths) else np.zeros(0, np.uint8)
+    return with_images(store, tokenizer, recipe, data, lengths)
+
+
+def with_images(
+    store: TokenStore, tokenizer: Tokenizer, recipe: ExampleRecipe, data: np.ndarray, lengths: np.ndarray
+) -> TokenStore:
+    """A store with the images of its examples.
+
+    Args:
+      store: the tokens.
+      tokenizer: of the model.
+      recipe: of the examples; says what the image token is, and how many an image has.
+      data, lengths: what is kept of the images, one behind the other, and the bytes of each.
+    """
+    token = tokenizer.token_to_id(recipe.options["image_token"])
+    size = recipe.options["image_tokens"]
+    starts = np.flatnonzero(np.asarray(store.tokens) == token)[::size].astype(np.int64)
+    assert len(starts) == len(lengths), "an image without its tokens"
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    fingerprint = store.fingerprint
+    if store.path is None:  # that of a cache stands for the records, with all that is in them
+        fingerprint = hashlib.blake2b(fingerprint.encode() + data.tobytes(), digest_size=16).hexdigest()
+    return replace(store, images=StoredImages(data, edges, starts, size, recipe.folder), fingerprint=fingerprint)
 
 
 def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mapping[str, Any]:
@@ -148,15 +188,24 @@ def first_record(data: Any, text_field: str, *, field: str, name: str) -> Mappin
     Raises:
       DataError: there is no such file or no record, or it can't be read.
     """
-    if not isinstance(data, str) and len(data):
-        return data[0]
-    paths = find_files(data, field=field) if isinstance(data, str) else ()
-    for path in paths:
+    for record in iterate_records(data, text_field, field=field):
+        return record
+    raise DataError(f"{name} holds no record", "Check the path: its files are empty, or no line is a JSON object.")
+
+
+def iterate_records(data: Any, text_field: str, *, field: str) -> Iterator[Mapping[str, Any]]:
+    """The records of a path, or of records in memory, in order; those that can't be read are left out.
+
+    Args, raises: see `first_record`; no record at all is no error.
+    """
+    if not isinstance(data, str):
+        yield from (data[index] for index in range(len(data)))
+        return
+    for path in find_files(data, field=field):
         for chunk in plan_chunks(path, kind_of(path), CHUNK_BYTES, 1 << 62):
             for record in read_records(chunk, text_field):
                 if isinstance(record, dict):
-                    return record
-    raise DataError(f"{name} holds no record", "Check the path: every file of it is empty, or unreadable.")
+                    yield record
 
 
 def example_options(options: CacheOptions, recipe: ExampleRecipe) -> CacheOptions:

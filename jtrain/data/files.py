@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jtrain.errors import DataError
+from jtrain.errors import ConfigError, DataError
 
 SUFFIXES = {
     ".txt": "text",
@@ -122,7 +122,10 @@ def _file_system(path: str, field: str) -> tuple[Any, str]:
 
     try:
         return fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        extra = {"gs": "'jtrain[gcs]'", "s3": "'jtrain[s3]'"}.get(path.partition("://")[0], "the package that it names")
+        raise ConfigError(f"{field}: {path} can't be opened: {error}", f"pip install {extra}") from error
+    except ValueError as error:
         raise DataError(f"{field}: {path} can't be opened: {error}") from error
 
 

@@ -30,6 +30,8 @@ COMPANIONS = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 """Small files that stand beside the weights of a model."""
 MODEL_FILES = (

@@ -26,7 +26,7 @@ class DataLoader:
     Row r of step k is row k * global_batch_size + r of `rows`; it stands at [r // b, r % b] of the batch, with
     b = global_batch_size / accumulation. Every array of a row gets the two leading axes; `row` int32 [A, b] is added:
     the row's number r within the step. Where `rows` has `batch_length`, the step's arrays [n, L] are cut to the length
-    that it says for all rows of the step (the same in every process).
+    that it says for all rows of the step (the same in every process); `image_slots` says so of the images of a row.
 
     Args:
       rows: what is read.
@@ -63,6 +63,8 @@ class DataLoader:
         self._shape = (accumulation, global_batch_size // accumulation)
         self._rows = rows
         self._batch_length = None if whole else getattr(rows, "batch_length", None)
+        self._image_slots = getattr(rows, "image_slots", None)
+        self._per_token = set(getattr(rows, "per_token", ()))
         self._size = global_batch_size
         self._sharding = sharding
         self._stop = stop
@@ -124,7 +126,13 @@ class DataLoader:
         if self._batch_length is not None:
             length = self._batch_length(step * self._size + np.arange(self._size))
             if length is not None:
-                host = {name: values[:, :length] if values.ndim == 2 else values for name, values in host.items()}
+                cut = {name for name, values in host.items() if values.ndim == 2} | self._per_token
+                host = {name: values[:, :length] if name in cut else values for name, values in host.items()}
+        if "pixel_values" in host and self._image_slots is not None:
+            images, slots = host["pixel_values"], self._image_slots(step * self._size + np.arange(self._size))
+            if slots is not None:
+                more = slots - images.shape[1]
+                host["pixel_values"] = np.pad(images, ((0, 0), (0, more), *[(0, 0)] * (images.ndim - 2)))
         host["row"] = self._mine.astype(np.int32)
         return {name: self._put(values) for name, values in host.items()}
 

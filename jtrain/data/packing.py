@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from jtrain.errors import ConfigError
+
 Packing = Literal["best_fit", "best_fit_split", "concat", "none"]
 Truncation = Literal["keep_start", "keep_end"]
 PLAN_VERSION = 1
@@ -68,7 +70,13 @@ def plan_rows(edges: np.ndarray, max_length: int, packing: Packing) -> Plan:
 
 
 def plan_examples(
-    edges: np.ndarray, targets: np.ndarray, max_length: int, packing: Packing, truncation: Truncation = "keep_start"
+    edges: np.ndarray,
+    targets: np.ndarray,
+    max_length: int,
+    packing: Packing,
+    truncation: Truncation = "keep_start",
+    images: np.ndarray | None = None,
+    image_tokens: int = 0,
 ) -> Plan:
     """Plans the rows of examples: pieces (of `concat`: rows) without a live target are left out.
 
@@ -82,8 +90,18 @@ def plan_examples(
       targets: [tokens], 1 where a token may be a target; the first token of a piece never is one.
       max_length: tokens of a row.
       truncation: which part of a longer example stays.
+      images: int64 [images], where an image of `image_tokens` tokens begins, rising; none is cut: what stays of a
+        longer example ends before it (or, of keep_end, begins behind it).
+
+    Raises:
+      ConfigError: images, and a packing that cuts the stream anywhere.
     """
     edges = np.asarray(edges, np.int64)
+    if images is not None and len(images) and packing in ("concat", "best_fit_split"):
+        raise ConfigError(
+            f"data.packing: {packing} cuts documents anywhere, and there are images in them",
+            "Write data.packing: none or best_fit, which cut an example before an image.",
+        )
     if packing == "concat":
         plan = plan_rows(edges, max_length, packing)
         row = np.repeat(np.arange(plan.rows), np.diff(plan.first))
@@ -97,8 +115,23 @@ def plan_examples(
     else:
         lengths = np.minimum(np.diff(edges), max_length)
         starts = edges[:-1] if truncation == "keep_start" else edges[1:] - lengths
+        if images is not None and len(images):
+            ends = starts + lengths
+            if truncation == "keep_start":
+                ends = _outside(ends, images, image_tokens, 0)
+            else:
+                starts = _outside(starts, images, image_tokens, image_tokens)
+            lengths = ends - starts
     live = _live(starts, lengths, targets)
     return _pack(starts[live], lengths[live], max_length, packing)
+
+
+def _outside(cuts: np.ndarray, images: np.ndarray, size: int, side: int) -> np.ndarray:
+    """Cuts in the stream, those inside of an image moved to its beginning (`side` 0) or its end (`side` = its size)."""
+    last = np.searchsorted(images, cuts, side="left") - 1  # the last image that begins before the cut
+    begin = images[np.maximum(last, 0)]
+    inside = (last >= 0) & (cuts < begin + size)
+    return np.where(inside, begin + side, cuts)
 
 
 def _live(starts: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from jtrain.data.chat import ChatTemplate
 from jtrain.data.conversations import ChatEncoder, beside, columns, common_prefix, conversation
 from jtrain.data.examples import Encoder, Example
 from jtrain.data.packing import Plan
-from jtrain.data.rows import IGNORE, Batch, PackedRows
+from jtrain.data.rows import IGNORE, Batch, EvalRows, PackedRows, TrainRows
 from jtrain.data.store import TokenStore
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import DataError
@@ -80,9 +80,8 @@ def preference_encoder(
     def encode(record: Mapping[str, Any]) -> list[Example]:
         found = form_of(record)
         if found != form:
-            raise DataError(
-                f"its fields are {columns(record)}, and the records before it hold {form}", f"Give {FORMS}."
-            )
+            given = columns({name: value for name, value in record.items() if value is not None})
+            raise DataError(f"its fields are {given}, and the records before it hold {form}", f"Give {FORMS}.")
         if found == SINGLES:
             both = encoder.completed(record["prompt"], record["completion"], **beside(record))
             return [_example(both.ids, both.start, float(_label(record["label"])))]
@@ -257,26 +256,37 @@ class MismatchedRows:
 
     Args:
       rows: of single completions, a stream or an evaluation's.
-      group: rows of a batch.
+      group: rows of a batch. None: the row before is that of the data, so that a row has the same one in every epoch.
     """
 
-    def __init__(self, rows: Any, group: int):
+    def __init__(self, rows: TrainRows | EvalRows, group: int | None):
         self._rows, self._group = rows, group
-        self.fingerprint = f"{rows.fingerprint}-{group}"
+        self._whole = rows.in_order()
+        self.fingerprint = f"{rows.fingerprint}-{group or 'data'}"
+        self.places = rows.places
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert isinstance(self._rows, TrainRows)  # an evaluation's rows have no other order
         return self._rows.row_ids(indices)
+
+    def in_order(self) -> MismatchedRows:
+        """All rows once, in the order of the data."""
+        return MismatchedRows(self._whole, self._group)
 
     def batch_length(self, indices: np.ndarray) -> None:
         """Rows keep their length: a prompt with another completion may be longer than both."""
 
     def rows(self, indices: np.ndarray) -> Batch:
         indices = np.asarray(indices, np.int64)
-        begin = indices // self._group * self._group
-        batch, other = self._rows.rows(indices), self._rows.rows(begin + (indices - begin - 1) % self._group)
+        batch = self._rows.rows(indices)
+        if self._group is None:
+            other = self._whole.rows((self.places(indices) - 1) % len(self))
+        else:
+            begin = indices // self._group * self._group
+            other = self._rows.rows(begin + (indices - begin - 1) % self._group)
         ids, labels, segments = (batch[name].copy() for name in ("input_ids", "labels", "segment_ids"))
         length = ids.shape[1]
         places = np.arange(length)

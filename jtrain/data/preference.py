@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jtrain.data.chat import load_chat_template
 from jtrain.data.conversations import columns
+from jtrain.data.example_recipe import example_recipe
 from jtrain.data.examples import first_record
 from jtrain.data.pairs import FORMS, PAIRS, SINGLES, PairRows, SingleRows, form_of, needs_template
 from jtrain.data.store import TokenStore
@@ -43,22 +43,15 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
         known = FORMS if single or config.task == "dpo" else FORMS.partition(", or, for KTO")[0]
         reads = "KTO" if single else {"dpo": "DPO", "reward": "a reward model"}[config.task]
         raise DataError(f"{name}: its records have the fields {columns(record)}", f"{reads} reads {known}.")
-    template = None
-    if needs_template(record):
-        template = load_chat_template(tokenizer, data.chat_template, tools=record.get("tools") is not None)
-    return ExampleRecipe(
+    return example_recipe(
         "preference",
-        {
-            "form": form,
-            "single": single,
-            "whole": config.task == "reward",
-            "text_field": data.text_field,
-            "append_eos": data.append_eos,
-            "prepend_bos": data.prepend_bos,
-            "template": None if template is None else template.source,
-            "special_tokens": {} if template is None else template.special_tokens,
-        },
-        title="the chat template" if template is None else template.name,
+        config,
+        tokenizer,
+        record,
+        messages=needs_template(record),
+        form=form,
+        single=single,
+        whole=config.task == "reward",
     )
 
 

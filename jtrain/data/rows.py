@@ -6,6 +6,8 @@ Shape legend: n rows asked for, L tokens of a row, V vocabulary. A batch of rows
   segment_ids   int32 [n, L]  0 in padding, then 1, 2, ... for the documents of the row
   position_ids  int32 [n, L]  from 0 in every segment
   bytes         int32 [n]     UTF-8 bytes that the row's targets stand for; 0 where the tokenizer cannot tell
+Rows of a model that sees have `pixel_values` besides, float32 [n, I, height, width, channels]: the images in the order
+of their tokens, zeros behind them. I is the same for all rows that make a batch: 1, or the next power of two.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jtrain.data.image_rows import PlannedImages, Transform, gather_pixels, image_slots
 from jtrain.data.order import DATA_STREAM, Mixture, key64, permute
 from jtrain.data.packing import Plan
 from jtrain.data.store import TokenStore
@@ -48,6 +51,7 @@ class PackedRows:
       pad_id: token that stands in padding; it is never attended to and never a target.
       edges: the stretch of the store that was planned; by default all of it.
       title: what the source holds, in words.
+      transform: of images, where the store has any.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class PackedRows:
         pad_id: int = 0,
         edges: np.ndarray | None = None,
         title: str = "",
+        transform: Transform | None = None,
     ):
         self.plan = plan
         self.store = store
         self.edges = store.edges if edges is None else edges
         self.title = title
+        self.images = PlannedImages(store, plan, transform) if store.images and transform else None
         self._tokens = np.asarray(store.tokens)
         self._targets = None if store.targets is None else np.asarray(store.targets)
         self._token_bytes = None if token_bytes is None else np.asarray(token_bytes, np.int32)
@@ -190,12 +196,25 @@ class TrainRows:
         source, row = self.row_ids(indices)
         return _gather(self.sources, source, row)
 
+    def places(self, indices: np.ndarray) -> np.ndarray:
+        """Number of each row in `in_order`, int64 [n]."""
+        source, row = self.row_ids(indices)
+        return self._offsets[source] + row
+
+    def in_order(self) -> EvalRows:
+        """All rows once, in the order of the sources."""
+        return EvalRows(self.sources, buckets=self.buckets)
+
     def batch_length(self, indices: np.ndarray) -> int | None:
         """The length to which these rows are cut where they make one batch: the first bucket that holds them all.
 
         A function of the rows alone, so that every process comes to the same. None: they keep their length.
         """
         return _bucket(self.sources, *self.row_ids(indices), self.buckets)
+
+    def image_slots(self, indices: np.ndarray) -> int:
+        """I of these rows where they make one batch, a function of the rows alone; 0: the model does not see."""
+        return image_slots(self.sources, *self.row_ids(indices))
 
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where rows of the stream come from: (source, row of that source), int64 [n] each."""
@@ -246,10 +265,22 @@ class EvalRows:
                     batch[name][past] = IGNORE if name.endswith("labels") else 0
         return batch
 
+    def places(self, indices: np.ndarray) -> np.ndarray:
+        """The numbers themselves; those from len on are no row."""
+        return np.asarray(indices, np.int64)
+
+    def in_order(self) -> EvalRows:
+        """These rows."""
+        return self
+
     def batch_length(self, indices: np.ndarray) -> int | None:
         """See `TrainRows.batch_length`; rows past the end have no length."""
         indices = np.asarray(indices, np.int64)
         return _bucket(self.sources, *self._places(indices[indices < len(self)]), self.buckets)
+
+    def image_slots(self, indices: np.ndarray) -> int:
+        """See `TrainRows.image_slots`."""
+        return image_slots(self.sources, *self._places(np.where(np.asarray(indices) < len(self), indices, 0)))
 
     def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         source = np.searchsorted(self._offsets, indices, side="right") - 1
@@ -285,9 +316,13 @@ def epoch_order(places: np.ndarray, size: int, key: int, shuffle: bool = True) -
 def _gather(sources: Sequence[PackedRows], source: np.ndarray, row: np.ndarray) -> Batch:
     """Rows of several sources in the order asked for."""
     if len(sources) == 1:
-        return sources[0].rows(row)
-    parts = [(np.flatnonzero(source == number), read.rows) for number, read in enumerate(sources)]
-    return merge([(places, read(row[places])) for places, read in parts if len(places)], len(source))
+        batch = sources[0].rows(row)
+    else:
+        parts = [(np.flatnonzero(source == number), read.rows) for number, read in enumerate(sources)]
+        batch = merge([(places, read(row[places])) for places, read in parts if len(places)], len(source))
+    if slots := image_slots(sources, source, row):
+        batch["pixel_values"] = gather_pixels(sources, source, row, slots)
+    return batch
 
 
 def merge(parts: Sequence[tuple[np.ndarray, Batch]], count: int) -> Batch:

@@ -12,6 +12,7 @@ import numpy as np
 from jtrain.data.files import read_bytes
 from jtrain.data.tokenizer_files import TokenizerFiles
 from jtrain.data.tokenizers import REMEDY, TokenizerBase, counts_bytes, digest, piece_bytes
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import DataError
 
 Spans = list[tuple[int, int]]
@@ -83,9 +84,11 @@ class SentencePieceTokenizer(TokenizerBase):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._plain:
             return [self.encode_with_offsets(text)[0] for text in texts]
+        check_unicode(texts)
         return self._backend.encode(list(texts), out_type=int)
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], Spans]:
+        check_unicode([text])
         names = (self._plain | self._control) if special else self._plain
         ids: list[int] = []
         spans: Spans = []

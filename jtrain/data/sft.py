@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jtrain.data.chat import load_chat_template
 from jtrain.data.conversations import MESSAGES, PROMPT_COMPLETION, TEXT, form_of, needs_template, no_form
+from jtrain.data.example_recipe import example_recipe
 from jtrain.data.examples import first_record
+from jtrain.data.files import find_files
 from jtrain.data.rows import PackedRows
 from jtrain.data.tokenise import ExampleRecipe
 from jtrain.data.tokenizers import Tokenizer
@@ -40,6 +43,7 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
     if form is None:
         raise no_form(name, record, data.text_field)
     messages = needs_template(record, form)
+    images = tokenizer.images
     if section.completion_only_loss is True and form != PROMPT_COMPLETION:
         remedy = "sft.assistant_only_loss: true learns the assistant's turns alone; or write" if messages else "Write"
         raise ConfigError(
@@ -53,23 +57,27 @@ def recipe_of(config: Config, tokenizer: Tokenizer, source: Any, field: str, nam
             + ": no message of an assistant",
             "Give messages, or write sft.assistant_only_loss: false.",
         )
-    template = None
-    if messages:
-        template = load_chat_template(tokenizer, data.chat_template, tools=record.get("tools") is not None)
-    return ExampleRecipe(
-        "sft",
-        {
-            "form": form,
-            "text_field": data.text_field,
-            "append_eos": data.append_eos,
-            "prepend_bos": data.prepend_bos,
-            "completion_only": section.completion_only_loss is not False,
-            "assistant_only": section.assistant_only_loss,
-            "template": None if template is None else template.source,
-            "special_tokens": {} if template is None else template.special_tokens,
-        },
-        title="the chat template" if template is None else template.name,
+    of_images = {} if images is None else {"image_token": images.token, "image_tokens": images.tokens}
+    recipe = example_recipe(
+        "sft" if images is None else "sft_images",
+        config,
+        tokenizer,
+        record,
+        messages=messages,
+        form=form,
+        completion_only=section.completion_only_loss is not False,
+        assistant_only=section.assistant_only_loss,
+        **of_images,
     )
+    return recipe if images is None else dataclasses.replace(recipe, folder=folder_of(source, field))
+
+
+def folder_of(source: Any, field: str) -> str:
+    """What the paths of images in a source are relative to: the folder of its (first) file; of records in memory the
+    working directory."""
+    if not isinstance(source, str):
+        return os.getcwd()
+    return os.path.dirname(os.path.abspath(find_files(source, field=field)[0]))
 
 
 def describe_recipe(recipe: ExampleRecipe) -> str:

@@ -11,6 +11,31 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class StoredImages:
+    """Images of documents, in the order of their tokens.
+
+    Attributes:
+      data: uint8 [bytes], what is kept of them, one behind the other.
+      edges: int64 [images + 1]; image n is data[edges[n]:edges[n + 1]].
+      starts: int64 [images], the first token of each, in the store.
+      tokens: how many tokens each has.
+      folder: what their paths are relative to.
+    """
+
+    data: np.ndarray
+    edges: np.ndarray
+    starts: np.ndarray
+    tokens: int
+    folder: str = ""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.data[self.edges[number] : self.edges[number + 1]].tobytes()
+
+
+@dataclass(frozen=True)
 class TokenStore:
     """Documents of tokens, one behind the other.
 
@@ -21,6 +46,8 @@ class TokenStore:
       path: folder of the cache, or None; plans are kept there.
       targets: uint8 [tokens], 1 where a token may be a target of the loss; None: all of them.
       values: float32 [documents], a number that came with each document (see `Example.value`); None: there is none.
+      images: of the documents of a model that sees; None: it reads text alone.
+      bad_records: how many records could not be used and were left out.
     """
 
     tokens: np.ndarray
@@ -29,6 +56,8 @@ class TokenStore:
     path: Path | None = None
     targets: np.ndarray | None = None
     values: np.ndarray | None = None
+    images: StoredImages | None = None
+    bad_records: int = 0
 
     @classmethod
     def from_documents(

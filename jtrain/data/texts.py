@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jtrain.data.cache import CacheOptions
 from jtrain.data.store import TokenStore
 from jtrain.data.tokenise import Recipe, check_special_tokens, encode_texts
 from jtrain.data.tokenizers import Tokenizer
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -45,31 +47,42 @@ def text_store(
     check_special_tokens(tokenizer, recipe)
     before = [tokenizer.bos_id] if recipe.prepend_bos else []
     after = [tokenizer.eos_id] if recipe.append_eos else []
-    texts = _texts(records, recipe.text_field, options, name)
+    bad: list[int] = []
+    texts = _texts(records, recipe.text_field, options, name, bad)
     documents: list[list[Any]] = []
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
         documents += [[*before, *ids, *after] for ids in encode_texts(batch, tokenizer)]
     if not documents:
         raise DataError(f"{name} holds no text", f"Every {recipe.text_field!r} of it is empty.")
-    return TokenStore.from_documents(documents)
+    return replace(TokenStore.from_documents(documents), bad_records=len(bad))
 
 
-def _texts(records: Sequence[Mapping[str, Any]], field: str, options: CacheOptions, name: str) -> Iterator[str]:
+def _texts(
+    records: Sequence[Mapping[str, Any]], field: str, options: CacheOptions, name: str, bad: list[int]
+) -> Iterator[str]:
+    """The texts; numbers of records without any go into `bad`."""
     limit = options.max_bad_records if options.on_bad_record == "skip" else 0
-    bad = 0
     for index in range(len(records)):
         record = records[index]
         text = record.get(field)
+        half: DataError | None = None
         if isinstance(text, str):
-            if text:
-                yield text
-            continue
-        bad += 1
-        if bad > limit:
+            try:
+                check_unicode([text], f"{name}[{index}]")
+            except DataError as error:
+                half = error
+            else:
+                if text:
+                    yield text
+                continue
+        bad.append(index)
+        if len(bad) > limit:
+            if half is not None:
+                raise half
             what = f"has no field {field!r}" if field not in record else f"has {text!r} as {field!r}, which is no text"
             raise DataError(
                 f"{name}[{index}] {what}",
                 f"Its fields are: {', '.join(map(str, record))}. Set data.text_field to the one that holds the text.",
             )
     if bad:
-        log.warning("%d records of %s have no text and were left out", bad, name)
+        log.warning("%d records of %s have no text and were left out", len(bad), name)

@@ -48,12 +48,20 @@ class ExampleRecipe:
       options: its arguments, as JSON has them: with the contents of the files they decide the cache.
       bad_limit: as in `Recipe`.
       title: of the chat template, for messages; not a part of the cache's name.
+      folder: what paths in the records are relative to; no part of it, either: the records may move with their files.
     """
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     bad_limit: int = 0
     title: str = "the chat template"
+    folder: str = ""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The files that its tokens come with; see `tokenise_chunk`."""
+        of_images = ("images", "image_lengths") if "image_token" in self.options else ()
+        return ("tokens", "targets", "values", *of_images)
 
 
 AnyRecipe = Recipe | ExampleRecipe
@@ -108,7 +116,8 @@ def check_special_tokens(tokenizer: Tokenizer, recipe: AnyRecipe) -> None:
 def tokenise_chunk(chunk: Chunk, recipe: AnyRecipe, tokenizer: Tokenizer, out: str) -> ChunkResult:
     """Writes `out`.tokens (token_dtype) and `out`.lengths (int64: tokens of each document, in order).
 
-    Of examples also `out`.targets (uint8 a token) and `out`.values (float32 a document).
+    Of examples also `out`.targets (uint8 a token) and `out`.values (float32 a document); with images `out`.images (what
+    is kept of them, one behind the other) and `out`.image_lengths (int64: bytes of each).
 
     Raises:
       DataError: the file can't be read.

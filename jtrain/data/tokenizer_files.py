@@ -1,7 +1,8 @@
 """What lies beside a tokenizer: names of special tokens, chat templates, the tokens that end an answer.
 
 The files are Hugging Face's: tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.jinja (or
-additional_chat_templates/*.jinja), generation_config.json and config.json. All of them may be absent.
+chat_template.json, and additional_chat_templates/*.jinja), generation_config.json and config.json. All of them may be
+absent.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ def _chat_templates(folder: str, config: dict[str, Any]) -> dict[str, str]:
     if is_dir(more):
         for path in find_files(join(more, "*.jinja"), field=_SETTINGS):
             templates[path.rpartition("/")[2].removesuffix(".jinja")] = _read_text(path)
+    of_processor = _read_json(folder, "chat_template.json").get("chat_template")  # as transformers 4 wrote it
+    if isinstance(of_processor, str):
+        templates["default"] = of_processor
     if exists(join(folder, "chat_template.jinja")):
         templates["default"] = _read_text(join(folder, "chat_template.jinja"))
     return templates

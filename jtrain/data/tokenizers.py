@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jtrain.data.files import exists, is_dir, join, read_bytes
+from jtrain.data.image_processor import ImageProcessor, read_image_processor
 from jtrain.data.stream_decoder import StreamDecoder
 from jtrain.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from jtrain.data.unicode import check_unicode
 from jtrain.errors import DataError
 
 __all__ = ["ByteTokenizer", "JsonTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer"]
@@ -54,6 +56,7 @@ class Tokenizer(Protocol):
       add_bos: whether the model expects the begin token before a prompt.
       special_tokens: name (bos_token, eos_token, ...) to text: what chat templates read.
       chat_templates: name to source; the usual one is called default.
+      images: how images enter rows, beside the tokenizer of a model that sees; None: it reads text alone.
       fingerprint: hex digest of everything that decides the ids.
     """
 
@@ -67,6 +70,7 @@ class Tokenizer(Protocol):
     add_bos: bool
     special_tokens: dict[str, str]
     chat_templates: dict[str, str]
+    images: ImageProcessor | None
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -121,13 +125,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
             raise DataError(f"data.tokenizer: {spec} holds no tokenizer.json and no tokenizer.model", REMEDY)
     if not exists(path):
         raise DataError(f"data.tokenizer: {spec} does not exist", REMEDY)
-    files = read_tokenizer_files(path.rpartition("/")[0] or ".")
+    folder = path.rpartition("/")[0] or "."
+    files = read_tokenizer_files(folder)
+    tokenizer: JsonTokenizer | SentencePieceTokenizer | None = None
     if path.endswith(".json"):
-        return JsonTokenizer(path, files)
-    if path.endswith(".model"):
+        tokenizer = JsonTokenizer(path, files)
+    elif path.endswith(".model"):
         from jtrain.data.sentence_piece import SentencePieceTokenizer
 
-        return SentencePieceTokenizer(path, files)
+        tokenizer = SentencePieceTokenizer(path, files)
+    if tokenizer is not None:
+        tokenizer.images = read_image_processor(folder, tokenizer.token_to_id)
+        return tokenizer
     raise DataError(f"data.tokenizer: {spec} is of no known kind", REMEDY)
 
 
@@ -142,6 +151,7 @@ class TokenizerBase(ABC):
     add_bos = False
     special_tokens: dict[str, str] = {}  # noqa: RUF012
     chat_templates: dict[str, str] = {}  # noqa: RUF012
+    images: ImageProcessor | None = None
 
     def _read(self, files: TokenizerFiles, own: dict[str, str]) -> None:
         """Takes over the settings; `own` names what the vocabulary's own file says, where it says it."""
@@ -191,9 +201,11 @@ class ByteTokenizer(TokenizerBase):
     fingerprint = "bytes-259"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        check_unicode(texts)
         return [list(text.encode()) for text in texts]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        check_unicode([text])
         sizes = [len(character.encode()) for character in text]
         spans = [(place, place + 1) for place, size in enumerate(sizes) for _ in range(size)]
         return list(text.encode()), spans
@@ -250,10 +262,19 @@ class JsonTokenizer(TokenizerBase):
         return self._load(names_are_text=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # what the library says of half of a surrogate pair
+            check_unicode(texts)
+            raise
+        return [encoding.ids for encoding in found]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = (self._parser if special else self._backend).encode(text, add_special_tokens=False)
+        try:
+            encoding = (self._parser if special else self._backend).encode(text, add_special_tokens=False)
+        except TypeError:
+            check_unicode([text])
+            raise
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

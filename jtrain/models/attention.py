@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         segment_ids_BL: jax.Array | None,
         window: int | WindowChoice | None = None,
     ) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; a token sees the tokens before it that have its own segment id.
+        """[B, L, D] -> [B, L, D]; a token sees the tokens before it (all, in an encoder) that have its own segment id.
 
         Args:
           x_BLD: activations.
@@ -73,8 +73,16 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """As `__call__`, and what a cache keeps of the tokens: keys and values [B, L, K, Dh]."""
         q, k, v = (checkpoint_name(a, remat.QKV) for a in self.heads(x_BLD, rope))
+        config = self.config
         y = attention(
-            q, k, v, segment_ids=segment_ids_BL, window=window, kernel=self.config.attention, **self._scores()
+            q,
+            k,
+            v,
+            segment_ids=segment_ids_BL,
+            causal=config.causal,
+            window=window,
+            kernel=config.attention,
+            **self._scores(),
         )
         return self.output(y), (k, v)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jtrain.models.rope_scaling import RopeScaling
+
+if TYPE_CHECKING:
+    from jtrain.models.multimodal_config import ImageConfig
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["pre", "post", "sandwich"]
 QkNorm = Literal["none", "head", "full"]
 Positions = Literal["rope", "learned", "none"]
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped"]
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact", "quick_gelu", "swiglu_clamped"]
 Remat = Literal[
     "none", "full", "minimal", "save_dots", "save_qkv", "save_attention", "save_out", "offload", "offload_dots"
 ]
@@ -78,11 +81,14 @@ class DecoderConfig:
     qk_norm: QkNorm = "none"
     """RMSNorm on queries and keys before they turn: every head by itself (Qwen3), or all heads as one (OLMo 2)."""
     activation: Activation = "swiglu"
-    """Gated: SwiGLU, GeGLU, gpt-oss' clamped SwiGLU. Plain: GELU by tanh (GPT-2), or exact (GPT-NeoX)."""
+    """Gated: SwiGLU, GeGLU, gpt-oss' clamped SwiGLU. Plain: GELU by tanh (GPT-2), exact (GPT-NeoX), or
+    x * sigmoid(1.702 x) (CLIP)."""
     swiglu_limit: float = 7.0
     """swiglu_clamped: where gate and up are cut off."""
     swiglu_alpha: float = 1.702
     """swiglu_clamped: factor inside of the gate's sigmoid."""
+    causal: bool = True
+    """Whether a token sees only itself and what comes before; False: an encoder's, which sees its whole document."""
     attention_bias: bool = False
     """Biases on queries, keys and values."""
     attention_out_bias: bool | None = None
@@ -149,6 +155,8 @@ class DecoderConfig:
     """Tokens of a row that an expert takes, relative to an even share; 0: all of them (dropless)."""
     expert_kernel: ExpertKernel = "auto"
     """Kernel of the dropless experts; see `jtrain.ops.grouped_matmul`."""
+    images: ImageConfig | None = None
+    """How images stand in the rows of a model that sees (LLaVA); None: it reads text alone."""
 
     def __post_init__(self) -> None:
         # The rules stand in a file of their own; they read properties of this class only.

@@ -68,6 +68,11 @@ def check_decoder(c: DecoderConfig) -> None:
 
 
 def _check_heads(c: DecoderConfig) -> None:
+    if not c.causal and (c.latent or c.sliding_window is not None):
+        raise ConfigError(
+            "model.causal is false, beside a window or latent attention",
+            "An encoder has plain attention over all tokens.",
+        )
     if c.head_dim is None and not c.latent and c.hidden_size % c.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size {c.hidden_size} is not divisible by model.num_attention_heads {c.num_attention_heads}",

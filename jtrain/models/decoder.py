@@ -7,7 +7,7 @@ axes (`jtrain.ops.logical`) and whoever traces it says where they lie.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from jtrain.ops.logical import constrain, gathered, manual_axes, mesh_axis_size
 from jtrain.ops.stack import scan_layers
 from jtrain.ops.vocabulary import embedding_lookup, pad_vocabulary
 from jtrain.ops.zigzag import token_index
+
+if TYPE_CHECKING:
+    from jtrain.models.multimodal import Images
 
 
 class Embedding(nnx.Module):
@@ -95,6 +98,9 @@ class Decoder(nnx.Module):
     adapter_dropout: float = 0.0
     """Rate of the adapters that `jtrain.models.lora.add_lora` put beside the projections."""
 
+    without_adapters = ("vision_tower/", "multi_modal_projector/")
+    """Begin of the paths that get none: adapters belong to the language part."""
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, param_dtype: DTypeLike = "float32"):
         self.config = config
         dtype = jnp.dtype(param_dtype)
@@ -120,6 +126,12 @@ class Decoder(nnx.Module):
             self.router_load = RouterLoad(jnp.zeros(loads, jnp.int32))
             if config.router_bias:
                 self.router_bias = RouterBias(jnp.zeros(loads, jnp.float32))
+        if config.images is not None:
+            from jtrain.models.multimodal import image_modules  # made of parts of this module
+
+            std, key = config.initializer_range, jax.random.fold_in(embedding_key, 2)
+            modules = image_modules(config.images, config.hidden_size, key, std, dtype)
+            self.vision_tower, self.multi_modal_projector = modules
         self.final_norm = Norm(config, dtype)
         if config.num_labels:
             self.score = Score(config, head_key, dtype)
@@ -135,6 +147,7 @@ class Decoder(nnx.Module):
         rng: jax.Array | None = None,
         row: jax.Array | None = None,
         deterministic: bool = True,
+        images: Images | None = None,
     ) -> jax.Array:
         """Activations after the final norm; the arguments are those of `hidden_and_router`.
 
@@ -148,6 +161,7 @@ class Decoder(nnx.Module):
             rng=rng,
             row=row,
             deterministic=deterministic,
+            images=images,
         )[0]
 
     def hidden_and_router(
@@ -160,6 +174,7 @@ class Decoder(nnx.Module):
         row: jax.Array | None = None,
         deterministic: bool = True,
         noise_alpha: float = 0.0,
+        images: Images | None = None,
     ) -> tuple[jax.Array, RouterFigures | None]:
         """Activations after the final norm, and what the routers did.
 
@@ -171,6 +186,7 @@ class Decoder(nnx.Module):
           row: global number of each row within the step [B]; a row's dropout depends on (rng, layer, row).
           deterministic: True switches dropout off, and leaves the loads of the experts uncounted.
           noise_alpha: of the noise on the embeddings (`embedding_noise`); 0: none. Needs `rng` and `row`.
+          images: of the rows, of a model with `config.images`; None: the rows have none.
 
         Returns:
           [B, L, D] in the compute type; sums over the layers of what their routers did, per row (None without experts).
@@ -186,7 +202,7 @@ class Decoder(nnx.Module):
             raise ValueError("dropout needs rng and row; pass deterministic=True to switch it off")
         if position_ids is None:
             position_ids = jnp.broadcast_to(token_index(input_ids.shape[1]), input_ids.shape)
-        x = self.embed(input_ids, position_ids)
+        x = self.embed(input_ids, position_ids, images)
         if noise_alpha:
             if noise[0] is None or noise[1] is None:
                 raise ValueError("noise on the embeddings needs rng and row; pass noise_alpha=0 to switch it off")
@@ -212,10 +228,15 @@ class Decoder(nnx.Module):
                 self.router_load[...] += added
         return self.finish(x), figures
 
-    def embed(self, input_ids_BL: jax.Array, position_ids_BL: jax.Array) -> jax.Array:
+    def embed(self, input_ids_BL: jax.Array, position_ids_BL: jax.Array, images: Images | None = None) -> jax.Array:
         """What the first layer reads [B, L, D], without dropout."""
         config = self.config
         x = constrain(embedding_lookup(self.embed_tokens.embedding[...], input_ids_BL), "batch", "sequence", None)
+        if images is not None:
+            from jtrain.models.multimodal import image_features, with_images
+
+            features = image_features(self.vision_tower, self.multi_modal_projector, images.pixels)
+            x = with_images(x, images.places, features)
         if config.embedding_multiplier != 1.0:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         if config.position_embedding == "learned":
@@ -299,6 +320,7 @@ class Decoder(nnx.Module):
         input_ids: jax.Array,
         attention_mask: jax.Array | None = None,
         position_ids: jax.Array | None = None,
+        images: Images | None = None,
     ) -> jax.Array:
         """Logits of the next token.
 
@@ -306,6 +328,7 @@ class Decoder(nnx.Module):
           input_ids: tokens [B, L].
           attention_mask: 1 for tokens, 0 for padding [B, L]; by default all are tokens.
           position_ids: positions [B, L]; by default 0, 1, 2... in every row, whatever the mask.
+          images: of the rows; None: there are none.
 
         Returns:
           [B, L, V] float32 (float64 where the parameters are).
@@ -319,7 +342,8 @@ class Decoder(nnx.Module):
                 "use model.hidden and model.head() with jtrain.ops.cross_entropy, or sharding.rules: {vocab: [tensor]}",
             )
         segments = None if attention_mask is None else attention_mask.astype(jnp.int32)
-        return self.logits(self.hidden(input_ids, position_ids=position_ids, segment_ids=segments))
+        hidden = self.hidden(input_ids, position_ids=position_ids, segment_ids=segments, images=images)
+        return self.logits(hidden)
 
     def scores(self, x_BLD: jax.Array) -> jax.Array:
         """Scores of a sequence classifier at every token [B, L, labels], of what `hidden` returns; float32 at least."""

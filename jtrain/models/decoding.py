@@ -27,6 +27,7 @@ from flax import nnx
 from jtrain.models.config import DecoderConfig
 from jtrain.models.decoder import Decoder
 from jtrain.models.layer import Layer, LayerKinds
+from jtrain.models.multimodal import Images, image_places
 from jtrain.ops.cached_attention import cached_attention
 from jtrain.ops.logical import constrain
 from jtrain.ops.sampling import Sampling, choose, draw_keys
@@ -85,6 +86,7 @@ def generate(
     *,
     new_tokens: int,
     views: Any = None,
+    pixels: jax.Array | None = None,
 ) -> State:
     """Reads the prompts and draws tokens until all rows have ended, or `request.limit`.
 
@@ -95,10 +97,11 @@ def generate(
       request: what is asked for.
       new_tokens: M.
       views: parameters of every layer, see `_Stack`; None scans over them.
+      pixels: images of the prompts [B, I, height, width, channels], in the order of their tokens; None: there are none.
     """
     prompt = ids_BL.shape[1]
     run = _Run(model, request, prompt, new_tokens, views)
-    logits, cache = run.read(ids_BL)
+    logits, cache = run.read(ids_BL, pixels)
     rows = ids_BL.shape[0]
     seen = None
     if request.how.repetition_penalty is not None:
@@ -157,12 +160,17 @@ class _Run:
             self.stacks.append(_Stack(config, model.dense_layers, 0, self.slots, views.get("dense_layers"), None))
         self.stacks.append(_Stack(config, model.layers, leading, self.slots, views.get("layers"), bias))
 
-    def read(self, ids_BL: jax.Array) -> tuple[jax.Array, Any]:
+    def read(self, ids_BL: jax.Array, pixels: jax.Array | None) -> tuple[jax.Array, Any]:
         """Logits behind the prompts [B, V], and the cache."""
         slot = jnp.arange(self.prompt)
         live = (slot >= self.request.start[:, None]).astype(jnp.int32)
         positions = jnp.maximum(slot - self.request.start[:, None], 0)
-        x = self.model.embed(ids_BL, positions)
+        images = None
+        if pixels is not None:
+            assert self.model.config.images is not None
+            token = self.model.config.images.image_token_index
+            images = Images(pixels, image_places(jnp.where(live > 0, ids_BL, -1), token))
+        x = self.model.embed(ids_BL, positions, images)
         kinds = LayerKinds(self.model.config, positions, x.dtype, length=self.request.length)
         cache = []
         for stack in self.stacks:

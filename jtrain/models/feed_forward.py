@@ -44,11 +44,14 @@ class FeedForward(nnx.Module):
 def activate(config: DecoderConfig, up: jax.Array, gate: jax.Array | None) -> jax.Array:
     """What is projected down; `gate` is None where there is none.
 
-    GELU is the tanh approximation, as in GPT-2 and Gemma, but for `gelu_exact`. `swiglu_clamped` is gpt-oss' (OpenAI
-    2025, reference code): (up + 1) * gate * sigmoid(alpha * gate), both cut off at `swiglu_limit`, the gate from above
-    only.
+    GELU is the tanh approximation, as in GPT-2 and Gemma, but for `gelu_exact` and
+    CLIP's `quick_gelu`, x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016, section 2). `swiglu_clamped` is gpt-oss'
+    (OpenAI 2025, reference code): (up + 1) * gate * sigmoid(alpha * gate), both cut off at `swiglu_limit`, the gate
+    from above only.
     """
     if gate is None:
+        if config.activation == "quick_gelu":
+            return up * jax.nn.sigmoid(1.702 * up)
         return jax.nn.gelu(up, approximate=config.activation == "gelu")
     if config.activation == "swiglu_clamped":
         limit = config.swiglu_limit

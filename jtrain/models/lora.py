@@ -65,9 +65,14 @@ class Lora:
 
 
 def projections(module: nnx.Module) -> dict[str, Projection]:
-    """Path (`layers/attention/q_proj`) -> projection, in the order of the paths."""
+    """Path (`layers/attention/q_proj`) -> projection, in the order of the paths.
+
+    Those whose path begins with one of the module's `without_adapters` are left out: they get no adapter, and keep
+    their kernels as they are.
+    """
+    outside = tuple(getattr(module, "without_adapters", ()))
     found = {"/".join(map(str, path)): m for path, m in nnx.iter_modules(module) if isinstance(m, Projection)}
-    return dict(sorted(found.items()))
+    return {path: found[path] for path in sorted(found) if not path.startswith(outside)}
 
 
 def targeted(paths: Sequence[str], targets: Sequence[str]) -> list[str]:

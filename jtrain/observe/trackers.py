@@ -24,13 +24,17 @@ class Tracker(Protocol):
         """Records the figures of a step; `split` is `train` or `eval`."""
         ...
 
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Records a text of a step, such as a sample of what the model writes."""
+        ...
+
     def close(self) -> None:
         """Flushes and closes."""
         ...
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's event files, tagged `train/loss`, `eval/eval_loss`, …; needs no TensorFlow.
+    """Scalars in TensorBoard's event files, tagged `train/loss`, `eval/eval_loss`, …, and texts; needs no TensorFlow.
 
     Args:
       folder: where the event files go (`RUN/tb`).
@@ -38,10 +42,12 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str]):
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
+        self._metadata, self._tensor = SummaryMetadata, TensorProto
         self._writer = EventFileWriter(os.fspath(folder), flush_secs=30)
 
     def log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
@@ -51,8 +57,16 @@ class TensorBoard:
             if isinstance(value, (int, float)) and math.isfinite(value)
         ]
         if scalars:
-            summary = self._summary(value=scalars)
-            self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+            self._add(step, scalars)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        metadata = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
+        tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode("utf-8", "replace")])
+        self._add(step, [self._summary.Value(tag=name, metadata=metadata, tensor=tensor)])
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()
@@ -83,6 +97,10 @@ class Trackers:
     def log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         for name, tracker in list(self._open.items()):
             self._guarded(name, tracker.log, step, split, values)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        for tracker_name, tracker in list(self._open.items()):
+            self._guarded(tracker_name, tracker.log_text, step, name, text)
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):

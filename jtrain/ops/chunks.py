@@ -57,11 +57,20 @@ def cut(hidden: jax.Array, targets: jax.Array, vocab: int, chunk_size: int | Non
     return x_NBPCD, t_NBPC, Cut(whole, ranks if b % ranks == 0 else 1, ways(parts, "sequence"))
 
 
-def joined(x_NBPC: jax.Array, length: int) -> jax.Array:
-    """The inverse of `cut` for a number a token: [N, B, P, C] as [B, L]."""
-    n, b, parts, c = x_NBPC.shape
-    x = jnp.moveaxis(x_NBPC, 0, 2).reshape(b, parts, n * c)
-    return x[:, :, : length // parts].reshape(b, length)
+def cut_alike(x_BLX: jax.Array, t_NBPC: jax.Array) -> jax.Array:
+    """Numbers of the tokens [B, L, *X] as [N, B, P, C, *X], cut as the targets are; zeros where these are filled up."""
+    n, b, parts, c = t_NBPC.shape
+    rest = x_BLX.shape[2:]
+    x = x_BLX.reshape(b, parts, -1, *rest)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, n * c - x.shape[2]), *[(0, 0)] * len(rest)))
+    return jnp.moveaxis(x.reshape(b, parts, n, c, *rest), 2, 0)
+
+
+def joined(x_NBPCX: jax.Array, length: int) -> jax.Array:
+    """The inverse of `cut` for numbers of the tokens: [N, B, P, C, *X] as [B, L, *X]."""
+    n, b, parts, c, *rest = x_NBPCX.shape
+    x = jnp.moveaxis(x_NBPCX, 0, 2).reshape(b, parts, n * c, *rest)
+    return x[:, :, : length // parts].reshape(b, length, *rest)
 
 
 def at_use(x_BPCD: jax.Array) -> jax.Array:

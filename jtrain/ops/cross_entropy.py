@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.ops.chunks import IGNORED, Cut, at_use, by_rank, cut
+from jtrain.ops.chunks import IGNORED, Cut, at_use, cut
 from jtrain.ops.collectives import sum_over
+from jtrain.ops.head_gradients import gradients_of, sums_and_gradients
 from jtrain.ops.logical import constrain, manual_axes
-from jtrain.ops.token_sums import meet, rank_axes
 from jtrain.ops.vocabulary import pad_vocabulary
 
 
@@ -182,58 +182,24 @@ def _chunked(
 
 
 def _chunked_forward(options: _Options, x_NBPCD: jax.Array, head_DV: jax.Array, t_NBPC: jax.Array):
-    half = x_NBPCD.dtype
-    wide = jnp.promote_types(half, jnp.float32)
-    lift = _lift(half)
-    kept = wide if half == jnp.float16 else half
-    d, v = head_DV.shape
-
-    def body(carry, xs):
-        loss, correct, entropy, d_head_RSDV = carry
-        x, t = at_use(xs[0]), xs[1]
-        chunk = _chunk(options, x, head_DV, t)
-        p = jnp.exp(chunk.logits_BPCV - chunk.log_z_BPC[..., None])
+    def chunk(x: jax.Array, t: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        found = _chunk(options, x, head_DV, t)
+        p = jnp.exp(found.logits_BPCV - found.log_z_BPC[..., None])
         if options.z_loss:
-            p = p * (1.0 + 2.0 * options.z_loss * chunk.log_z_BPC[..., None])
-        d_z = p - (1.0 - options.label_smoothing) * chunk.target_BPCV - options.label_smoothing / options.cut.vocab
+            p = p * (1.0 + 2.0 * options.z_loss * found.log_z_BPC[..., None])
+        d_z = p - (1.0 - options.label_smoothing) * found.target_BPCV - options.label_smoothing / options.cut.vocab
         if options.softcap is not None:
-            z = chunk.logits_BPCV
+            z = found.logits_BPCV
             d_z = d_z * jnp.where(jnp.isneginf(z), 0.0, 1.0 - jnp.square(z / options.softcap))
-        d_z = (jnp.where(chunk.live_BPC[..., None], d_z, 0.0) * lift).astype(half)
-        d_z = constrain(d_z, "batch", "sequence", None, "vocab")
-        parts = manual_axes("vocab")
-        d_x = jnp.einsum("bpcv,dv->bpcd", d_z, head_DV, preferred_element_type=wide if parts else kept)
-        # A sum over the parts of the vocabulary, of which a device keeps the tokens that it brought.
-        d_x = constrain(sum_over(d_x, parts).astype(kept), "batch", "residual_sequence", None, None)
-        # Every rank sums its own tokens; the ranks meet once, after the loop, instead of once a chunk.
-        d_head = jnp.einsum(
-            "rbspcd,rbspcv->rsdv", by_rank(options.cut, x), by_rank(options.cut, d_z), preferred_element_type=wide
-        )
-        d_head_RSDV = constrain(d_head_RSDV + d_head, "batch", "sequence", None, "vocab")
-        return (loss + chunk.loss, correct + chunk.correct, entropy + chunk.entropy, d_head_RSDV), d_x
+        return (found.loss, found.correct, found.entropy), jnp.where(found.live_BPC[..., None], d_z, 0.0)
 
-    zero = jnp.zeros((), wide)
-    start = jnp.zeros((options.cut.ranks, options.cut.spans, d, v), wide)
-    start = constrain(start, "batch", "sequence", None, "vocab")
-    (loss, correct, entropy, d_head_RSDV), d_x_NBPCD = jax.lax.scan(body, (zero, zero, zero, start), (x_NBPCD, t_NBPC))
-    # Empty slices carry the operands' types to the backward pass.
-    return (loss, correct, entropy), (d_x_NBPCD, d_head_RSDV, x_NBPCD[:0], head_DV[:0], t_NBPC)
+    sums, residuals = sums_and_gradients(options.cut, x_NBPCD, head_DV, t_NBPC, chunk)
+    return sums, (residuals, t_NBPC)
 
 
 def _chunked_backward(options: _Options, residuals, cotangents):
-    d_x_NBPCD, d_head_RSDV, x_like, head_like, t_NBPC = residuals
-    factor = cotangents[0] / _lift(x_like.dtype)
-    d_x = (d_x_NBPCD * factor).astype(x_like.dtype)
-    # The sum over the ranks goes straight to where the head is stored: nothing stands between it and that.
-    ranks, spans = rank_axes("batch", options.cut.ranks), rank_axes("sequence", options.cut.spans)
-    parts = (d_head_RSDV * factor).reshape(*ranks[1], *spans[1], *d_head_RSDV.shape[2:])
-    d_head = meet(parts, [*ranks[0], *spans[0]], "embed", "vocab")
-    return d_x, d_head.astype(head_like.dtype), np.zeros(t_NBPC.shape, jax.dtypes.float0)
-
-
-def _lift(dtype: jnp.dtype) -> float:
-    """float16 ends at 6e-8: probabilities are lifted before the cast, and their product with the head is not cast."""
-    return 1024.0 if dtype == jnp.float16 else 1.0
+    gradients = gradients_of(options.cut, residuals[0], cotangents[0])
+    return *gradients, np.zeros(residuals[1].shape, jax.dtypes.float0)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jtrain.config.load import load_config
-from jtrain.config.rules import AXES, BATCH_AXES, resolve_mesh
+from jtrain.config.mesh_rules import AXES, BATCH_AXES, resolve_mesh
 from jtrain.config.schema import MeshConfig
 from jtrain.errors import ConfigError
 

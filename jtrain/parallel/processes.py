@@ -48,7 +48,7 @@ def start(config: Config) -> list[jax.Device]:
     if lost.several():
         lost.watch()
     _set_x64(config.precision == "64-true")
-    return _devices(config)
+    return devices_of(config)
 
 
 _own_x64 = False
@@ -148,7 +148,12 @@ def _join(distributed: DistributedConfig) -> None:
         ) from error
 
 
-def _devices(config: Config) -> list[jax.Device]:
+def devices_of(config: Config) -> list[jax.Device]:
+    """The devices of a run, of all processes; the backend is up.
+
+    Raises:
+      ConfigError: the accelerator is not there, or `devices` asks for more than there are.
+    """
     try:
         devices = jax.devices()
     except RuntimeError as error:

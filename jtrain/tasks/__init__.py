@@ -13,6 +13,8 @@ TRAINERS = {
     "sft": "sft:SFTTrainer",
     "dpo": "dpo:DPOTrainer",
     "reward": "reward:RewardTrainer",
+    "distill": "distill:DistillTrainer",
+    "contrastive": "contrastive:ContrastiveTrainer",
 }
 """Task -> `module:class` of its trainer."""
 

@@ -53,6 +53,11 @@ def export_adapter(
     if not isinstance(opened, RunModel) or opened.lora is None:
         raise ConfigError(f"{os.fspath(run)} has no adapters", "leave --lora out, or give a run with model.lora.rank")
     lora, decoder = opened.lora, opened.decoder
+    if decoder.images is not None:
+        raise ConfigError(
+            f"{os.fspath(run)} has trained its projector beside the adapters, which a folder of adapters does not hold",
+            "leave --lora out: the whole model is written, with the adapters merged",
+        )
     adapters = load_adapters(opened.path, decoder, lora)
     shapes, layers, modules = _modules(decoder, family_for(decoder, opened.companions))
     files = peft.adapter_files(lora, adapters, modules, _base(opened.path))
@@ -116,9 +121,9 @@ def _modules(
 
 def _base(path: str) -> str | None:
     """What the run began with: its name on the hub, or that of its folder, whose place is nobody's business."""
-    from etils import epath
+    from jtrain.checkpoint import layout
 
-    file = run_of(epath.Path(path)) / "config.yaml"
+    file = run_of(layout.run_path(path)) / "config.yaml"
     if not file.exists():
         return None
     data, _ = read_yaml(file.read_text(), str(file))

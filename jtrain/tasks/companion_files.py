@@ -58,7 +58,12 @@ def config_json(decoder: DecoderConfig, companions: Companions, tokenizer: Token
     if companions.config.get("model_type") == family.model_type:
         before = {key: value for key, value in companions.config.items() if key not in _STALE}
     ids = {} if tokenizer is None else token_ids(tokenizer)
-    return {**ids, **before, **family.hf_config(decoder)}
+    own = family.hf_config(decoder)
+    for name in ("text_config", "vision_config"):  # the parts of a model that sees are configs themselves
+        held, part = before.get(name), own.get(name)
+        if isinstance(held, dict) and isinstance(part, dict) and held.get("model_type") == part["model_type"]:
+            own[name] = {key: value for key, value in held.items() if key not in _STALE} | part
+    return {**ids, **before, **own}
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:

@@ -63,6 +63,24 @@ def decoder_config(config: Config, tokenizer: Tokenizer, base: DecoderConfig | N
     return shape
 
 
+def check_language_model(shape: DecoderConfig, named: str) -> None:
+    """Sees that a model has a head over its vocabulary.
+
+    Args:
+      shape: of the model.
+      named: the field that names it, with its value.
+
+    Raises:
+      ConfigError: it is a classifier or a reward model.
+    """
+    if shape.num_labels:
+        raise ConfigError(
+            f"{named} is a classifier or reward model (num_labels: {shape.num_labels}): it gives scores, and no "
+            "distributions of tokens",
+            "Name a language model; of this kind task: reward trains those with one label.",
+        )
+
+
 def check_rows(rows: Rows, length: int, vocab_size: int) -> None:
     """Looks into the first rows that a caller brings: on a device a token too large would be another one silently.
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from typing import Any
 
 import jax
 from flax import nnx
 
 from jtrain.checkpoint import layout
+from jtrain.checkpoint.files import storage_error
 from jtrain.config.schema import Config
-from jtrain.data.pairs import MismatchedRows, PairRows, SingleRows
+from jtrain.data.pairs import MismatchedRows
 from jtrain.data.preference import is_unpaired
 from jtrain.data.rows import EvalRows, Rows, TrainRows
 from jtrain.errors import CheckpointError, ConfigError
 from jtrain.parallel.mesh import data_ranks
 from jtrain.tasks.kto import kto_loss, margins, single_sequences
-from jtrain.tasks.language import LanguageTrainer
 from jtrain.tasks.preference import (
     HALVES,
     Preference,
@@ -26,6 +28,7 @@ from jtrain.tasks.preference import (
     score_sequences,
 )
 from jtrain.tasks.preference_losses import LossOptions
+from jtrain.tasks.preference_trainer import PreferenceTrainer
 from jtrain.tasks.prepared import Preparation, added_names, of_reference, sequence_logps
 from jtrain.tasks.reference import (
     FrozenCopy,
@@ -34,17 +37,23 @@ from jtrain.tasks.reference import (
     ReferenceFn,
     base_reference,
     compute_table,
+    copy_plan,
+    copy_role,
     has_copy,
     model_digest,
     read_table,
+    table_identity,
     table_path,
     write_table,
 )
+from jtrain.tasks.roles import load_role
+from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import LossFn
+from jtrain.train.trainer import Trainer
 
 
-class DPOTrainer(LanguageTrainer):
+class DPOTrainer(PreferenceTrainer):
     """Trains a decoder on preferences.
 
     Records are pairs (prompt, chosen, rejected) or, for KTO, completions with a label (see `jtrain/data/pairs.py`); the
@@ -57,10 +66,12 @@ class DPOTrainer(LanguageTrainer):
     """
 
     task = "dpo"
+    left_out = "with a prompt that fills max_length"
 
     def __init__(self, *args: Any, **keywords: Any):
         self._reference: ReferenceFn | None = None
-        self._sources: list[tuple[str, PairRows | SingleRows]] = []
+        self._restored: FrozenCopy | None = None
+        keywords["callbacks"] = [_Synchronise(), *keywords.get("callbacks", ())]
         super().__init__(*args, **keywords)
         section = self.config.dpo
         self._preparation = Preparation(
@@ -69,35 +80,20 @@ class DPOTrainer(LanguageTrainer):
             self.program.batch_sharding,
             self._score_reference if added_names(self.preference) else None,
         )
-        if section.precompute_ref_log_probs:
-            self.train_rows, self.eval_rows = (
-                ReferencedRows(rows) if isinstance(rows, TrainRows | EvalRows) else rows
-                for rows in (self.train_rows, self.eval_rows)
-            )
         if self.preference.kinds[0] == "kto":
             self.train_rows = self._mismatched(self.train_rows, self.program.batch.total)
             self.eval_rows = self._mismatched(self.eval_rows, self._eval_size)
+        if section.precompute_ref_log_probs:
+            self.train_rows, self.eval_rows = (
+                ReferencedRows(rows) if isinstance(rows, TrainRows | EvalRows | MismatchedRows) else rows
+                for rows in (self.train_rows, self.eval_rows)
+            )
 
     # -- what is particular: config, data, loss, figures
-
-    def settle(self, config: Config) -> Config:
-        """Without dropout, which would make a policy that equals its reference differ from it."""
-        model = config.model
-        if not config.dpo.disable_dropout or not (model.dropout or model.lora.dropout):
-            return config
-        model = model.model_copy(update={"dropout": 0.0, "lora": model.lora.model_copy(update={"dropout": 0.0})})
-        return config.model_copy(update={"model": model})
 
     def make_loss(self, config: Config) -> LossFn:
         self.preference = preference_of(config)
         return (kto_loss if is_unpaired(config) else preference_loss)(self.preference)
-
-    def read_data(self, config: Config, train: Any, held_out: Any) -> tuple[Any, Any]:
-        found = super().read_data(config, train, held_out)
-        for name, rows in zip(("train", "eval"), found, strict=True):
-            sources = rows.sources if isinstance(rows, TrainRows | EvalRows) else ()
-            self._sources += [(name, source) for source in sources if isinstance(source, PairRows | SingleRows)]
-        return found
 
     def rows_of(self, data: Any) -> Rows:
         rows = super().rows_of(data)
@@ -120,17 +116,12 @@ class DPOTrainer(LanguageTrainer):
         return {f"{half}_logps": x for half, x in zip(HALVES, halves(logps), strict=True)}
 
     def summary(self) -> list[str]:
-        lines = [*super().summary(), f"loss: {' + '.join(self.preference.kinds)}", f"reference: {self._described()}"]
-        for name, source in self._sources:
-            left_out = f", {source.dropped:,} with a prompt that fills max_length left out" if source.dropped else ""
-            lines.append(f"{name}: {len(source):,} rows ({source.title}){left_out}")
-        return lines
+        lines = [f"loss: {' + '.join(self.preference.kinds)}", f"reference: {self._described()}"]
+        return [*super().summary(), *lines, *self.source_lines()]
 
     def log(self, split: str, record: dict[str, Any]) -> None:
-        if split == "train":
-            record = record | {"num_tokens": self.counters.tokens}
-            if is_unpaired(self.config):
-                record = record | margins(record)
+        if split == "train" and is_unpaired(self.config):
+            record = record | margins(record)
         super().log(split, record)
 
     # -- the reference
@@ -148,6 +139,9 @@ class DPOTrainer(LanguageTrainer):
         if not added_names(self.preference):
             return "none"
         kind = section.ref_model or ("the model without its adapters" if self._is_base else "a frozen copy")
+        if section.sync_ref_model:
+            alpha, steps = section.ref_model_mixup_alpha, section.ref_model_sync_steps
+            kind = f"a copy that takes {alpha:g} of the policy every {steps:,} steps"
         return f"{kind}, precomputed" if section.precompute_ref_log_probs else kind
 
     @property
@@ -159,13 +153,23 @@ class DPOTrainer(LanguageTrainer):
     def _make_reference(self) -> ReferenceFn:
         section, program, scores = self.config.dpo, self.program, sequence_logps(self.preference)
         if section.ref_model is not None:
-            return OtherModel(section.ref_model, program, scores, self.decoder, self.tokenizer)
+            role = load_role(
+                self.config,
+                "reference",
+                section.ref_model,
+                program,
+                shape=self.decoder,
+                tokenizer=self.tokenizer,
+                field="dpo.ref_model",
+            )
+            return OtherModel(role, scores)
         if self._is_base:
             return base_reference(program, scores)
         if not self.counters.batches:
-            return FrozenCopy(program, scores, self.state.params, self.state.variables)
+            params, variables = self.state.params, self.state.variables
+            return FrozenCopy.of(self.config, program, scores, params, variables, exact=section.sync_ref_model)
         if has_copy(self.config.run_dir):
-            return FrozenCopy.load(program, scores, self.config.run_dir, self.state.variables)
+            return FrozenCopy.load(self.config, program, scores, self.state.variables)
         raise ConfigError(
             "the reference is not there any more: these rows have no precomputed log-probabilities of it",
             "Give them as eval_dataset from the start, name dpo.ref_model, or leave out dpo.precompute_ref_log_probs.",
@@ -178,38 +182,75 @@ class DPOTrainer(LanguageTrainer):
             return
         if self.config.dpo.precompute_ref_log_probs:
             self._precompute(keep=not session.dry)
+        elif self.config.dpo.sync_ref_model:
+            self._reference = self._restored or self._make_reference()
+            self._restored = None
         elif not self._is_base and self.config.dpo.ref_model is None:
             self._reference = self._make_reference()
             if not self.counters.batches and not session.dry and isinstance(self._reference, FrozenCopy):
                 self._reference.save(self.config.run_dir)
 
+    # -- a reference that moves (TR-DPO): a part of the run's state
+
+    def beside(self) -> Any:
+        return None if (moving := self._moving()) is None else {"reference": moving.role.params}
+
+    def abstract_beside(self) -> Any:
+        if not self.config.dpo.sync_ref_model:
+            return None
+        return {"reference": copy_plan(self.config, self.program).abstract.params}
+
+    def take_beside(self, restored: Any) -> None:
+        role = copy_role(self.config, self.program, restored["reference"], self.state.variables)
+        self._restored = FrozenCopy(role, sequence_logps(self.preference))
+
+    def waits_for(self, step: int) -> bool:
+        section = self.config.dpo
+        return section.sync_ref_model and step % section.ref_model_sync_steps == 0
+
+    def synchronise(self) -> None:
+        """Moves the reference towards the policy as it is now."""
+        if (moving := self._moving()) is not None:
+            moving.mix(self.state.params, self.config.dpo.ref_model_mixup_alpha, self.plan)
+
+    def _moving(self) -> FrozenCopy | None:
+        moves = self.config.dpo.sync_ref_model and isinstance(self._reference, FrozenCopy)
+        return self._reference if moves else None  # type: ignore[return-value]
+
     def _precompute(self, *, keep: bool) -> None:
-        """Fills the tables of the training and evaluation rows: from the run, from the cache, or by one pass."""
+        """Fills the tables of the training and evaluation rows: from the run, from the cache, or by one pass.
+
+        A run's table is taken where it is of these rows and settings: an evaluation may have other rows on a resume.
+        """
         names, run = added_names(self.preference), layout.run_path(self.config.run_dir)
         for split, rows in (("train", self.train_rows), ("eval", self.eval_rows)):
             if not isinstance(rows, ReferencedRows):
                 continue
             kept = run / f"reference-{split}.npz"
-            rows.table = read_table(kept, names, len(rows)) if self.counters.batches else None
+            identity = table_identity(rows.fingerprint, self.preference.ld_alpha, split)
+            rows.table = read_table(kept, names, len(rows), identity) if self.counters.batches else None
             if rows.table is not None:
                 continue
             if self.counters.batches and not self._is_base and self.config.dpo.ref_model is None:
                 raise CheckpointError(
-                    f"{kept} is missing, damaged, or of other rows: the reference's log-probabilities of this run",
-                    "Put it back, or start a new run.",
+                    f"{kept} is missing, damaged, or of other rows: the reference's log-probabilities of this run, "
+                    "whose reference is not there any more",
+                    f"Put it back, and data.{split} as it was, or start a new run.",
                 )
-            rows.table = self._table(rows, names)
+            rows.table = self._table(rows, names, split, identity)
             if keep:
-                write_table(kept, rows.table)
+                try:
+                    write_table(kept, rows.table, identity)
+                except OSError as error:
+                    raise storage_error(kept, error.errno or errno.EIO, "can't be written") from error
         self._reference = None  # it has done its work
 
-    def _table(self, rows: ReferencedRows, names: tuple[str, ...]) -> Any:
+    def _table(self, rows: ReferencedRows, names: tuple[str, ...], split: str, identity: str) -> Any:
         config, params, variables = self.config, self.state.params, self.state.variables
         reference = self._reference = self._reference or self._make_reference()
         weights = model_digest(getattr(reference, "params", params))
-        identity = (weights, self.decoder, rows.fingerprint, config.precision, self.preference.ld_alpha, split_of(rows))
-        cache = table_path(config.data.cache_dir, *identity)
-        table = read_table(cache, names, len(rows))
+        cache = table_path(config.data.cache_dir, weights, self.decoder, config.precision, identity)
+        table = read_table(cache, names, len(rows), identity)
         if table is None:
             size, ranks = config.dpo.precompute_ref_batch_size or self.program.batch.rows, data_ranks(self.mesh)
             self.say(f"reference: log-probabilities of {len(rows):,} rows")
@@ -221,20 +262,27 @@ class DPOTrainer(LanguageTrainer):
                     -(-size // ranks) * ranks,
                 )
             )
-            write_table(cache, table)
+            with contextlib.suppress(OSError):  # a cache that can't be written is none
+                write_table(cache, table, identity)
         return table
 
     def _mismatched(self, rows: Any, group: int) -> Any:
-        return MismatchedRows(rows, group) if isinstance(rows, TrainRows | EvalRows) else rows
+        # A table holds one number a row: its other completion must be the same in every epoch.
+        fixed = self.config.dpo.precompute_ref_log_probs
+        return MismatchedRows(rows, None if fixed else group) if isinstance(rows, TrainRows | EvalRows) else rows
 
     @property
     def _eval_size(self) -> int:
         return self.config.eval.batch_size or self.program.batch.rows
 
 
-def split_of(rows: ReferencedRows) -> str:
-    """Whether rows are a stream, or an evaluation's: both may have the same fingerprint."""
-    return type(rows.plain).__name__
+class _Synchronise(Callback):
+    """Moves the reference every `dpo.ref_model_sync_steps` updates, before anything else sees the step."""
+
+    def on_step_end(self, trainer: Trainer, step: int, values: dict[str, Any]) -> None:
+        assert isinstance(trainer, DPOTrainer)
+        if trainer.waits_for(step):
+            trainer.synchronise()
 
 
 def preference_of(config: Config) -> Preference:

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -80,22 +80,57 @@ def export(
       CheckpointError: what was read again gives other logits, or numbers do not fit into the type.
     """
     dtype = model.precision.name if dtype is None else dtype
+    return write_folder(
+        out,
+        lambda: family_for(model.decoder, model.source).tensors(model.decoder),
+        (model.params, model.variables),
+        lambda: _companions(model, dtype),
+        lambda folder: _compare(model, folder, dtype),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        notes=_notes(model),
+    )
+
+
+def write_folder(
+    out: str | os.PathLike[str],
+    tensors: Callable[[], Sequence[Tensor]],
+    state: tuple[Any, Any],
+    companions: Callable[[], Mapping[str, bytes]],
+    compare: Callable[[Path], tuple[float, float]],
+    *,
+    dtype: str,
+    max_shard_size: str | int,
+    notes: Sequence[str] = (),
+) -> Exported:
+    """Writes the folder of any model, and has it compared before it gets its name; see `export`.
+
+    Args:
+      out: the folder.
+      tensors: gives what is written.
+      state: parameters and variables.
+      companions: gives the small files by name.
+      compare: reads a folder again: largest difference, largest number; raises where it is another model's.
+      dtype: of the weights.
+      max_shard_size: of a file of weights.
+      notes: for the reader of the folder.
+    """
     if dtype not in WORDS:
         raise ConfigError(f"dtype={dtype!r}", f"choose one of {', '.join(WORDS)}")
     limit = shard_size(max_shard_size)
-    tensors = {tensor.key: tensor for tensor in family_for(model.decoder, model.source).tensors(model.decoder)}
-    shards = plan_shards([Planned(key, one.shape, _type_of(one, dtype)) for key, one in tensors.items()], limit)
+    wanted = {tensor.key: tensor for tensor in tensors()}
+    shards = plan_shards([Planned(key, one.shape, _type_of(one, dtype)) for key, one in wanted.items()], limit)
     size = sum(nbytes(planned) for shard in shards for planned in shard)
     main = peers.index() == 0
     with staged(out, size) as folder:
-        write(folder, shards, _reader(model, tensors, dtype), writes=main)
+        write(folder, shards, _reader(*state, wanted, dtype), writes=main)
         if main:
-            for name, data in _companions(model, dtype).items():
+            for name, data in companions().items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(data)
         peers.exchange("export_written", None)
-        difference, scale = _compare(model, folder, dtype)
-    return Exported(os.fspath(out), len(shards), size, dtype, difference, scale, tuple(_notes(model)))
+        difference, scale = compare(folder)
+    return Exported(os.fspath(out), len(shards), size, dtype, difference, scale, tuple(notes))
 
 
 def shard_size(text: str | int) -> int:
@@ -116,8 +151,8 @@ def _type_of(tensor: Tensor, dtype: str) -> str:
     return "float32" if any(slot.variable for slot in tensor.slots) else dtype
 
 
-def _reader(model: LoadedModel, tensors: dict[str, Tensor], dtype: str) -> Callable[[str], np.ndarray]:
-    params, variables = arrays.flatten(model.params), arrays.flatten(model.variables)
+def _reader(params: Any, variables: Any, tensors: dict[str, Tensor], dtype: str) -> Callable[[str], np.ndarray]:
+    params, variables = arrays.flatten(params), arrays.flatten(variables)
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
@@ -149,16 +184,37 @@ def _compare(model: LoadedModel, folder: Path, dtype: str) -> tuple[float, float
     Raises:
       CheckpointError: they are not those of the model with its weights rounded to what was written.
     """
-    length = min(_LENGTH, model.decoder.max_position_embeddings)
-    ids = np.random.default_rng(0).integers(0, model.decoder.vocab_size, (_ROWS, length))
+    seen = 0 if model.decoder.images is None else model.decoder.images.tokens
+    length = min(_LENGTH + seen, model.decoder.max_position_embeddings)
+    random = np.random.default_rng(0)
+    ids, images, pixels = random.integers(0, model.decoder.vocab_size, (_ROWS, length)), model.decoder.images, None
+    if images is not None and length > images.tokens:  # every row begins with an image
+        token = images.image_token_index
+        ids[ids == token] = (token + 1) % model.decoder.vocab_size
+        ids[:, : images.tokens] = token
+        pixels = random.standard_normal((_ROWS, 1, *images.shape()), np.float32)
     if model.precision.matmul != "highest":
         model = dataclasses.replace(model, precision=dataclasses.replace(model.precision, matmul="highest"))
-    before = _host(model(ids))
+    before = host(model(ids, pixel_values=pixels))
     rounded = before
     if dtype != model.precision.name:
-        rounded = _host(model.with_weights(_rounded(model.params, dtype), model.variables)(ids))
+        rounded = host(model.with_weights(rounded_to(model.params, dtype), model.variables)(ids, pixel_values=pixels))
     again = load_opened(open_model(folder), dtype=model.precision.name, mesh=model.mesh, rules=model.rules)
-    after = _host(model.with_weights(again.params, again.variables)(ids))
+    after = host(model.with_weights(again.params, again.variables)(ids, pixel_values=pixels))
+    return differences(before, rounded, after)
+
+
+def differences(before: np.ndarray, rounded: np.ndarray, after: np.ndarray) -> tuple[float, float]:
+    """Largest difference between the logits of a model and of what was read again, and the largest logit.
+
+    Args:
+      before: of the model.
+      rounded: of the model with its weights rounded to what was written.
+      after: of what was read again.
+
+    Raises:
+      CheckpointError: the last two differ.
+    """
     scale = float(np.abs(rounded).max())
     wrong = float(np.abs(after - rounded).max())
     if not wrong <= _TOLERANCE * scale:
@@ -170,7 +226,7 @@ def _compare(model: LoadedModel, folder: Path, dtype: str) -> tuple[float, float
     return float(np.abs(after - before).max()), scale
 
 
-def _rounded(params: object, dtype: str) -> object:
+def rounded_to(params: Any, dtype: str) -> Any:
     """Every parameter in its own type, with the numbers of a narrower one."""
 
     def one(leaf: jax.Array) -> jax.Array:
@@ -179,7 +235,7 @@ def _rounded(params: object, dtype: str) -> object:
     return jax.tree.map(one, params)
 
 
-def _host(logits: jax.Array) -> np.ndarray:
+def host(logits: jax.Array) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     if logits.is_fully_addressable:

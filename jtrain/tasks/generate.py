@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jtrain.data.tokenizers import Tokenizer
@@ -23,7 +24,15 @@ from jtrain.models.decoding import generate as decode
 from jtrain.models.decoding import resume as decode_on
 from jtrain.parallel.sharding import Rules
 from jtrain.parallel.xla import compiler_options
-from jtrain.tasks.generation_request import GenerateOptions, as_prompts, check_prompts, prompt_ids, rounded_length
+from jtrain.tasks.decoder import check_language_model
+from jtrain.tasks.generation_request import (
+    GenerateOptions,
+    as_prompts,
+    check_images,
+    check_prompts,
+    read_prompt,
+    rounded_length,
+)
 from jtrain.tasks.generation_text import RowText
 from jtrain.tasks.layer_views import layer_views
 from jtrain.tasks.loaded import LoadedModel
@@ -76,7 +85,8 @@ def generate(
     Args:
       model: from `load_model`.
       prompts: a text, token ids or a conversation (a list of messages with role and content, which goes through the
-        model's chat template); or a list of them.
+        model's chat template); or a list of them. Messages for a model that sees may hold images, as the records of SFT
+        do: parts {"type": "image", "path": ...}.
       max_new_tokens: of each row.
       temperature: what scores are divided by before a token is drawn; 0 takes the likeliest token.
       top_k: only the k likeliest tokens are drawn; 0: all.
@@ -103,11 +113,12 @@ def generate(
     )
     if batch_size < 0:
         raise ConfigError(f"generate: batch_size={batch_size}", "write a positive number, or 0 for all prompts at once")
-    ids = [prompt_ids(model.tokenizer, prompt) for prompt in as_prompts(prompts)]
+    read = [read_prompt(model.tokenizer, prompt) for prompt in as_prompts(prompts)]
+    ids, images = [one[0] for one in read], [one[1] for one in read]
     generator = _generators.get(model)
     if generator is None:
         _generators[model] = generator = Generator.of(model)
-    return generator(model.params, model.variables, ids, options, batch_size=batch_size, stream=stream)
+    return generator(model.params, model.variables, ids, options, images=images, batch_size=batch_size, stream=stream)
 
 
 class _Shape(NamedTuple):
@@ -128,6 +139,9 @@ class Generator:
       forward: `forward(function, name)` jits `function(module, *arguments)`; see `make_forward`.
       options: compiler options; None: `forward` brings its own.
       views: parameters of every layer by themselves; see `layer_views`.
+
+    Raises:
+      ConfigError: a model that gives no distributions of tokens.
     """
 
     def __init__(
@@ -141,6 +155,7 @@ class Generator:
         options: dict[str, Any] | None = None,
         views: Any = None,
     ):
+        check_language_model(decoder, "MODEL")
         self._decoder, self._tokenizer, self._views = decoder, tokenizer, views
         self._ranks = int(np.prod([mesh.shape[axis] for axis in rules["batch"]]))
         self._forward, self._options = forward, options
@@ -167,18 +182,21 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         options: GenerateOptions,
         *,
+        images: Sequence[Sequence[np.ndarray]] | None = None,
         batch_size: int = 0,
         stream: Stream | None = None,
     ) -> list[Generation]:
-        """Continues prompts of tokens; see `generate`."""
+        """Continues prompts of tokens; see `generate`. `images`: of every prompt, in the order of their tokens."""
+        images = [()] * len(prompts) if images is None else images
         check_prompts(prompts, options.max_new_tokens, self._decoder)
+        check_images(prompts, images, self._decoder)
         if options.stop and self._tokenizer is None:
             raise ConfigError("generate: stop strings, and the model has no tokenizer", "write stop_token_ids")
         size = batch_size or max(len(prompts), 1)
         found: list[Generation] = []
         for first in range(0, len(prompts), size):
-            rows = prompts[first : first + size]
-            found += self._batch(params, variables, rows, first, options, stream)
+            rows, seen = prompts[first : first + size], images[first : first + size]
+            found += self._batch(params, variables, rows, seen, first, options, stream)
         return found
 
     def _batch(
@@ -186,6 +204,7 @@ class Generator:
         params: Any,
         variables: Any,
         prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[np.ndarray]],
         first: int,
         options: GenerateOptions,
         stream: Stream | None,
@@ -202,6 +221,7 @@ class Generator:
         for row, prompt in enumerate(prompts):
             start[row] = shape.prompt - len(prompt)
             ids[row, start[row] :] = prompt
+        pixels = self._pixels(images, rows)
         stop = options.stop_token_ids
         if stop is None:
             stop = () if self._tokenizer is None else self._tokenizer.stop_ids
@@ -220,11 +240,11 @@ class Generator:
         chunk = _STREAMED if stream is not None else _SEARCHED if options.stop else limit
         upto = 1 if stream is not None else min(chunk, limit)
         state = self._start(shape, top_k)(
-            params, variables, ids, ended, request._replace(limit=np.int32(upto)), self._views
+            params, variables, ids, ended, request._replace(limit=np.int32(upto)), self._views, pixels
         )
         counted, lengths = 0, np.zeros(len(prompts), int)
         while True:
-            new, ended = np.asarray(state.ids), np.array(state.ended)
+            new, ended = _on_host(state.ids), np.array(_on_host(state.ended))
             for row, text in enumerate(texts):
                 live = new[row, counted:upto]
                 for token in live[live >= 0]:
@@ -244,7 +264,7 @@ class Generator:
             state = self._resume(shape, top_k)(
                 params, variables, state._replace(ended=ended), request._replace(limit=np.int32(upto)), self._views
             )
-        logprobs = np.asarray(state.logprobs)
+        logprobs = _on_host(state.logprobs)
         return [
             Generation(
                 text.text,
@@ -256,10 +276,21 @@ class Generator:
             for row, (text, length) in enumerate(zip(texts, lengths, strict=True))
         ]
 
+    def _pixels(self, images: Sequence[Sequence[np.ndarray]], rows: int) -> np.ndarray | None:
+        """The images of some prompts [rows, I, height, width, channels]; None: there are none."""
+        most = max(map(len, images), default=0)
+        if self._decoder.images is None or not most:
+            return None
+        pixels = np.zeros((rows, 1 << (most - 1).bit_length(), *self._decoder.images.shape()), np.float32)
+        for row, mine in enumerate(images):
+            for slot, image in enumerate(mine):
+                pixels[row, slot] = image
+        return pixels
+
     def _start(self, shape: _Shape, top_k: int | None) -> Callable[..., State]:
-        def run(module: Any, ids: jax.Array, ended: jax.Array, request: Request, views: Any) -> State:
+        def run(module: Any, ids: jax.Array, ended: jax.Array, request: Request, views: Any, pixels: Any) -> State:
             request = request._replace(how=request.how._replace(top_k=top_k))
-            return decode(module, ids, ended, request, new_tokens=shape.new, views=views)
+            return decode(module, ids, ended, request, new_tokens=shape.new, views=views, pixels=pixels)
 
         return self._jitted("generate", shape, top_k, run)
 
@@ -279,6 +310,13 @@ class Generator:
                 program = jax.jit(program, donate_argnums=donated, compiler_options=self._options or None)
             self._programs[key] = program
         return self._programs[key]
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole of an array, in every process."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 _generators: weakref.WeakKeyDictionary[LoadedModel, Generator] = weakref.WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,6 +119,25 @@ def prompt_ids(tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
     return load_chat_template(tokenizer).encode(tokenizer, prompt, add_generation_prompt=True).ids
 
 
+def read_prompt(tokenizer: Tokenizer | None, prompt: Any) -> tuple[list[int], list[np.ndarray]]:
+    """Tokens and images of one prompt; images stand in the messages of a conversation, as in the records of SFT.
+
+    Raises: see `prompt_ids`; DataError: images and places that differ in number, or an image that can't be read.
+    """
+    images = None if tokenizer is None else tokenizer.images
+    is_conversation = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if tokenizer is None or images is None or not is_conversation:
+        return prompt_ids(tokenizer, prompt), []
+    from jtrain.data.chat import load_chat_template
+    from jtrain.data.image_conversations import ImageChatEncoder, check_count, open_payload, payload_of, take_images
+
+    record, sources = take_images({"messages": prompt}, images.token)
+    encoder = ImageChatEncoder(tokenizer, images, load_chat_template(tokenizer), append_eos=False)
+    ids = encoder.prompt(record["messages"])
+    check_count(ids.count(images.token_id), len(sources), images)
+    return ids, [images.transform(open_payload(payload_of(source), os.getcwd())) for source in sources]
+
+
 def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
         raise ConfigError(
@@ -163,6 +183,37 @@ def check_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, decoder: De
                 if limit > new_tokens
                 else "shorten the prompt, and write a smaller max_new_tokens",
             )
+
+
+def check_images(
+    prompts: Sequence[Sequence[int]], images: Sequence[Sequence[np.ndarray]], decoder: DecoderConfig
+) -> None:
+    """Sees that every image token of the prompts has its image, and that images have the size that the model reads.
+
+    Raises:
+      DataError: it is not so.
+    """
+    for number, (prompt, given) in enumerate(zip(prompts, images, strict=True)):
+        if decoder.images is None:
+            if given:
+                raise DataError(
+                    f"generate: prompt {number} has images, and the model reads text alone", "leave them out"
+                )
+            continue
+        held = list(prompt).count(decoder.images.image_token_index)
+        if held != len(given) * decoder.images.tokens:
+            raise DataError(
+                f"generate: prompt {number} has {held} image tokens, and {len(given)} images of "
+                f"{decoder.images.tokens} each",
+                "give images in the messages of a conversation: {'type': 'image', 'path': ...}",
+            )
+        for image in given:
+            if image.shape != decoder.images.shape():
+                raise DataError(
+                    f"generate: prompt {number} has an image of {image.shape}, and the model reads "
+                    f"{decoder.images.shape()}",
+                    "use the processor_config.json of the model's own folder",
+                )
 
 
 def rounded_length(size: int) -> int:

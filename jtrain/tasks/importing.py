@@ -12,6 +12,7 @@ from jtrain.checkpoint import arrays
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.hf.companions import Companions
 from jtrain.checkpoint.staging import staged
+from jtrain.tasks.dual_encoder import is_dual
 from jtrain.tasks.loaded import LoadedModel
 from jtrain.tasks.loading import load_model
 from jtrain.tasks.model_folder import ModelFolder, write_model_folder
@@ -50,6 +51,10 @@ def import_model(
       ConfigError, CheckpointError: as `load_model`; `out` holds something.
       StorageError: the disk is full or can't be written; nothing is left behind.
     """
+    if is_dual(model):
+        from jtrain.tasks.dual_export import import_dual_encoder  # which is made of parts of this module
+
+        return import_dual_encoder(model, out, dtype=dtype, mesh=mesh)
     loaded = load_model(model, dtype=dtype, mesh=mesh)
     state = {"params": loaded.params, "variables": loaded.variables}
     size = arrays.size_bytes(arrays.flatten(state).values())
@@ -62,9 +67,13 @@ def import_model(
 def save(model: LoadedModel, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
     """Writes a model as step 0 below `folder`, with what `load_model` needs beside it."""
     with Checkpoints(folder, async_save=False) as checkpoints:
-        meta = meta | {"versions": {"jtrain": jtrain.__version__, "jax": jax.__version__}}
-        checkpoints.save(0, {"params": model.params, "variables": model.variables}, meta)
+        checkpoints.save(0, {"params": model.params, "variables": model.variables}, meta | versions())
         bytes_ = model.tokenizer is not None and model.tokenizer.spec == "bytes"
         companions = Companions(model.source.config, model.source.files)
         write_model_folder(checkpoints.run_dir, ModelFolder(model.decoder, companions, bytes=bytes_))
         checkpoints.wait()
+
+
+def versions() -> dict[str, Any]:
+    """What made a checkpoint, for its JSON."""
+    return {"versions": {"jtrain": jtrain.__version__, "jax": jax.__version__}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -24,14 +25,17 @@ from jtrain.tasks.adapters import decoder_factory, lora_of
 from jtrain.tasks.decoder import (
     attention_name,
     check_experts,
+    check_language_model,
     check_pipeline,
     check_rows,
     check_tensor,
     experts_name,
 )
 from jtrain.tasks.generate import Generation, Generator, Stream
-from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids
+from jtrain.tasks.generation_request import GenerateOptions, as_prompts, prompt_ids, read_prompt
+from jtrain.tasks.image_models import settle_images
 from jtrain.tasks.language_loss import token_logprobs
+from jtrain.tasks.roles import check_meshes, described, row_multiple
 from jtrain.tasks.source import ModelSource, with_model
 from jtrain.train.callbacks import Callback
 from jtrain.train.evaluation import Sums, perplexity
@@ -60,6 +64,9 @@ class LanguageTrainer(Trainer, ABC):
     task: ClassVar[str]
     """The config's `task`."""
 
+    reads_images: ClassVar[bool] = False
+    """Whether its rows may hold images."""
+
     def __init__(
         self,
         config: Config | str | dict[str, Any] | None = None,
@@ -76,7 +83,10 @@ class LanguageTrainer(Trainer, ABC):
         config = _with_arguments(task_config(self.task, config, sections), model, train_dataset, eval_dataset)
         source = ModelSource(self.settle(config))
         self.adapt(source)
-        config, self.tokenizer, self.decoder = source.config, source.tokenizer, source.decoder
+        self.tokenizer, self.decoder = source.tokenizer, source.decoder
+        config = source.config = settle_images(
+            source.config, self.decoder, self.tokenizer, task=self.task, reads=self.reads_images
+        )
         rows, eval_rows = self.read_data(config, train_dataset, eval_dataset)
         super().__init__(
             config,
@@ -94,6 +104,7 @@ class LanguageTrainer(Trainer, ABC):
         for given in (self.train_rows, self.eval_rows):
             if given is not None:
                 check_rows(given, config.max_length, self.decoder.vocab_size)
+        check_meshes(self.config, self.program.batch.rows)
         check_tensor(self.decoder, self.mesh.shape["tensor"])
         check_experts(self.decoder, self.mesh.shape["expert"], self.mesh.shape["context"])
         check_pipeline(self.decoder, self.mesh.shape["pipeline"], config.pipeline.virtual_stages)
@@ -105,7 +116,12 @@ class LanguageTrainer(Trainer, ABC):
         return config
 
     def adapt(self, source: ModelSource) -> None:
-        """Changes the shape of the model that was found, where the task has another."""
+        """Changes the shape of the model that was found, where the task has another.
+
+        Raises:
+          ConfigError: it is none for this task.
+        """
+        check_language_model(source.decoder, f"model.path: {source.config.model.path}")
 
     def figures_of(self, sums: Sums) -> dict[str, float]:
         """The task's own figures of an evaluation, from name -> (sum, count)."""
@@ -141,8 +157,12 @@ class LanguageTrainer(Trainer, ABC):
         return rows, eval_rows
 
     def summary(self) -> list[str]:
-        lines = [*super().summary(), f"attention: {self.kernel}"]
+        lines = [*super().summary(), f"attention: {self.kernel}", *described(self.config, self.mesh)]
         return lines if self.experts is None else [*lines, f"experts: {self.experts}"]
+
+    @property
+    def row_multiple(self) -> int:
+        return row_multiple(self.config, self.mesh)
 
     @property
     def flops_per_token(self) -> TokenFlops:
@@ -159,15 +179,14 @@ class LanguageTrainer(Trainer, ABC):
 
         The parameters are those of an evaluation: the moving average, where there is one and `eval.use_ema` says so.
         """
-        if self._generator is None:
-            self._generator = Generator(self.decoder, self.tokenizer, self.mesh, self.program.rules, self._forward)
-        ids = [prompt_ids(self.tokenizer, prompt) for prompt in as_prompts(prompts)]
+        read = [read_prompt(self.tokenizer, prompt) for prompt in as_prompts(prompts)]
         batch_size = options.pop("batch_size", 0)
-        return self._generator(
+        return self.generator(
             self._evaluated_params(),
             self.state.variables,
-            ids,
+            [ids for ids, _ in read],
             GenerateOptions(**options),
+            images=[images for _, images in read],
             batch_size=batch_size,
             stream=stream,
         )
@@ -179,10 +198,14 @@ class LanguageTrainer(Trainer, ABC):
         new = min(max_new_tokens, room - 1)
         return self.generate(ids[new - room :], max_new_tokens=new, temperature=temperature, seed=seed)[0].text
 
-    def _forward(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return self.program.forward(function)
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """The programs that continue prompts; parameters are their arguments."""
 
-    _generator: Generator | None = None
+        def forward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+            return self.program.forward(function)
+
+        return Generator(self.decoder, self.tokenizer, self.mesh, self.program.rules, forward)
 
 
 def text_metrics(sums: Sums) -> dict[str, float]:
@@ -229,6 +252,22 @@ def _is_path(data: Any) -> bool:
     if isinstance(data, str | Path) or data is None:
         return True
     return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
+
+
+def records_of(data: Any) -> list[Any] | None:
+    """Paths, or records in memory as the one source; None for rows of tokens."""
+    if data is not None and _is_path(data):
+        return [*_paths(data)]
+    return [data] if is_texts(data) else None
+
+
+def eval_sources(config: Config, train: Any, held_out: Any) -> list[Any]:
+    """What the evaluation rows are made of: a path, or records in memory, for each of their sources."""
+    if held_out is not None and not _is_path(held_out):
+        return records_of(held_out) or []
+    if isinstance(config.data.eval, float):
+        return records_of(train) or [*config.data.train]
+    return [*config.data.eval] if config.data.eval else []
 
 
 def _paths(data: Any) -> list[str]:

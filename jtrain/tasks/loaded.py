@@ -18,6 +18,7 @@ from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError, DataError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.decoder import Decoder
+from jtrain.models.multimodal import Images, image_places
 from jtrain.models.presets import preset
 from jtrain.parallel.mesh import make_mesh
 from jtrain.parallel.sharding import Rules, make_rules, pipeline_rules
@@ -70,13 +71,17 @@ class LoadedModel:
         other.__dict__["_logits"] = self._logits
         return other
 
-    def __call__(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> jax.Array:
+    def __call__(
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, pixel_values: Any = None
+    ) -> jax.Array:
         """Logits of the next token; compiled once for every shape of the arguments.
 
         Args:
           input_ids: tokens [B, L].
           attention_mask: 1 for tokens, 0 for padding [B, L]; by default all are tokens.
           position_ids: positions [B, L]; by default 0, 1, 2... in every row, whatever the mask.
+          pixel_values: for a model that sees, the images of each row in the order of their tokens, transformed
+            [B, I, height, width, channels]; rows may have fewer, and zeros behind them.
 
         Returns:
           [B, L, V] float32 (float64 for dtype="float64"), V without padding.
@@ -101,7 +106,8 @@ class LoadedModel:
                 "encode the text with the model's own tokenizer",
             )
         self._check_positions(ids.shape[1], arguments["position_ids"])
-        return self._logits(self.params, self.variables, *arguments.values())
+        pixels = None if pixel_values is None else _pixels(pixel_values, ids, self.decoder)
+        return self._logits(self.params, self.variables, *arguments.values(), pixels)
 
     def _check_positions(self, length: int, position_ids: np.ndarray | None) -> None:
         """A learned table ends; rotary positions do not."""
@@ -117,8 +123,12 @@ class LoadedModel:
 
     @functools.cached_property
     def _logits(self) -> Callable[..., jax.Array]:
-        def logits(module: Decoder, ids: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
-            return module(ids, mask, positions)
+        def logits(module: Decoder, ids: jax.Array, mask: Any, positions: Any, pixels: Any) -> jax.Array:
+            images = None
+            if pixels is not None:
+                assert module.config.images is not None
+                images = Images(pixels, image_places(ids, module.config.images.image_token_index))
+            return module(ids, mask, positions, images)
 
         return make_forward(self.model, self.plan, logits)
 
@@ -181,7 +191,7 @@ def as_mesh(mesh: Any) -> Mesh:
     if mesh is None:
         return make_mesh(devices=jax.devices()[:1])
     from jtrain.config.load import load_config
-    from jtrain.config.rules import AXES
+    from jtrain.config.mesh_rules import AXES
 
     section = load_config({"mesh": mesh}, env={}).mesh
     sizes = [getattr(section, axis) for axis in AXES]
@@ -195,6 +205,24 @@ def as_mesh(mesh: Any) -> Mesh:
             "give a smaller mesh, or leave it out",
         )
     return make_mesh(section, devices=jax.devices()[:count])
+
+
+def _pixels(value: Any, ids: np.ndarray, decoder: DecoderConfig) -> np.ndarray:
+    """Images [B, I, height, width, channels] float32, one at least for every image in the rows of tokens."""
+    pixels, images = np.asarray(value, np.float32), decoder.images
+    if images is None:
+        raise DataError("pixel_values, and the model reads text alone", "leave them out")
+    if pixels.ndim != 5 or pixels.shape[0] != len(ids) or pixels.shape[2:] != images.shape():
+        raise DataError(
+            f"pixel_values has the shape {list(pixels.shape)}", f"give [{len(ids)}, images, *{list(images.shape())}]"
+        )
+    held = (ids == images.image_token_index).sum(1)
+    if held.size and (int(held.max()) > pixels.shape[1] * images.tokens or (held % images.tokens).any()):
+        raise DataError(
+            f"a row has {int(held.max())} image tokens, and {pixels.shape[1]} images of {images.tokens} tokens each",
+            "give every image its tokens (jtrain.data.image_conversations does)",
+        )
+    return pixels
 
 
 def _integers(name: str, value: Any, shape: tuple[int, ...] | None) -> np.ndarray:

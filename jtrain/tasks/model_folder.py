@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from etils import epath
 
@@ -20,14 +20,16 @@ from jtrain.checkpoint.files import remove_tree, write_atomic
 from jtrain.checkpoint.hf.companions import EXTRA_TEMPLATES, Companions
 from jtrain.checkpoint.hf.folder import CONFIG
 from jtrain.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from jtrain.errors import CheckpointError
+from jtrain.errors import CheckpointError, ConfigError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.lora import Lora
+from jtrain.models.multimodal_config import image_config
 from jtrain.models.rope_scaling import RopeScaling
 from jtrain.tasks.companion_files import has_tokenizer
 
 FOLDER = "model"
 FILE = "jtrain.json"
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +59,24 @@ class ModelFolder:
 
 def write_model_folder(run: epath.Path, content: ModelFolder) -> None:
     """Writes RUN/model; what another start left there goes."""
+    text = {"decoder": dataclasses.asdict(content.decoder), "tokenizer": "bytes" if content.bytes else "files"}
+    if content.lora is not None:
+        text["lora"] = dataclasses.asdict(content.lora)
+    write_files(run, content.companions, text)
+
+
+def write_files(run: epath.Path, companions: Companions, text: Mapping[str, Any]) -> None:
+    """Writes RUN/model: config.json, the small files, and jtrain.json with this content."""
     folder = run / FOLDER
     remove_tree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files = dict(content.companions.files)
-    if content.companions.config:
-        files[CONFIG] = (json.dumps(content.companions.config, indent=2) + "\n").encode()
+    files = dict(companions.files)
+    if companions.config:
+        files[CONFIG] = (json.dumps(companions.config, indent=2) + "\n").encode()
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / name, data)
     # Last: a folder with this file is whole.
-    text = {"decoder": dataclasses.asdict(content.decoder), "tokenizer": "bytes" if content.bytes else "files"}
-    if content.lora is not None:
-        text["lora"] = dataclasses.asdict(content.lora)
     write_atomic(folder / FILE, (json.dumps(text, indent=2) + "\n").encode())
 
 
@@ -84,18 +91,34 @@ def read_model_folder(run: epath.Path) -> ModelFolder:
     Raises:
       CheckpointError: it is missing or damaged.
     """
+
+    def content(text: dict[str, Any], companions: Companions, folder: str) -> ModelFolder:
+        if "dual_encoder" in text:
+            raise ConfigError(
+                f"{run} holds a model of images and texts, not a language model",
+                "write task: contrastive, or use jtrain.load_dual_encoder",
+            )
+        lora = _lora(text.get("lora"))
+        return ModelFolder(decoder_of_json(text["decoder"]), companions, folder, text["tokenizer"] == "bytes", lora)
+
+    return read_files(run, content)
+
+
+def read_files(run: epath.Path, use: Callable[[dict[str, Any], Companions, str], T]) -> T:
+    """`use(content of jtrain.json, the other files, the folder)` of RUN/model.
+
+    Raises:
+      CheckpointError: it is missing or damaged.
+    """
     folder = run / FOLDER
     try:
         text = json.loads((folder / FILE).read_text())
-        decoder = _decoder(text["decoder"])
         names = [path.name for path in folder.iterdir() if path.name != FILE and not path.is_dir()]
         extra = folder / EXTRA_TEMPLATES
         names += [f"{EXTRA_TEMPLATES}/{path.name}" for path in extra.iterdir()] if extra.exists() else []
         files = {name: (folder / name).read_bytes() for name in sorted(names)}
         config = json.loads(files.pop(CONFIG, b"{}"))
-        return ModelFolder(
-            decoder, Companions(config, files), str(folder), text["tokenizer"] == "bytes", _lora(text.get("lora"))
-        )
+        return use(text, Companions(config, files), str(folder))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder / FILE} is missing: {run} is no run of a decoder, or of an older version",
@@ -109,7 +132,7 @@ def _lora(fields: Mapping[str, Any] | None) -> Lora | None:
     return None if fields is None else Lora(**{**fields, "targets": tuple(fields["targets"])})
 
 
-def _decoder(fields: Mapping[str, Any]) -> DecoderConfig:
+def decoder_of_json(fields: Mapping[str, Any]) -> DecoderConfig:
     """The shape from JSON, whose lists were tuples."""
     known = {field.name for field in dataclasses.fields(DecoderConfig)}
     if unknown := sorted(set(fields) - known):
@@ -117,6 +140,8 @@ def _decoder(fields: Mapping[str, Any]) -> DecoderConfig:
     values = _tuples(fields)
     if values.get("rope_scaling") is not None:
         values["rope_scaling"] = RopeScaling(**_tuples(values["rope_scaling"]))
+    if values.get("images") is not None:
+        values["images"] = image_config(values["images"])
     return DecoderConfig(**values)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from etils import epath
@@ -19,9 +21,10 @@ from jtrain.checkpoint.parameters import load_parameters, load_variables, saved_
 from jtrain.config.paths import is_hub_name
 from jtrain.data.hub import hub_folder
 from jtrain.data.tokenizers import Tokenizer, load_tokenizer
-from jtrain.errors import CheckpointError, ConfigError
+from jtrain.errors import CheckpointError, ConfigError, JtrainError
 from jtrain.models.config import DecoderConfig
 from jtrain.models.families import family
+from jtrain.models.families.dual_encoder import MODEL_TYPES
 from jtrain.models.families.translation import SIZES
 from jtrain.tasks.adapters import load_merged
 from jtrain.tasks.companion_files import has_tokenizer, plain
@@ -160,6 +163,11 @@ def decoder_of(companions: Companions, where: str) -> tuple[Any, DecoderConfig]:
     config = companions.config
     if "model_type" not in config:
         raise ConfigError(f"{where}: {CONFIG} has no model_type", "give the folder of a causal language model")
+    if (kind := config["model_type"]) in MODEL_TYPES:
+        raise ConfigError(
+            f"{where}: {CONFIG}: model_type is {kind!r}: a model of images and texts, not a language model",
+            "name a language model; task: contrastive trains such models, jtrain.load_dual_encoder loads them",
+        )
     one = family(config["model_type"])
     for key in SIZES:
         if isinstance(config.get(key), str | list | dict):
@@ -192,12 +200,8 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     if os.path.isfile(text) and not is_gguf(text):
         raise ConfigError(f"{text} is a file", "give the folder that holds config.json and model.safetensors")
     place = layout.run_path(text)
-    try:
+    with looking_at(text):
         found = not is_gguf(text) and is_run(place)
-    except Exception as error:
-        if "://" not in text:
-            raise
-        raise ConfigError(f"{text} can't be looked at: {error}", "see that its store can be reached") from error
     if found:
         return RunModel(place, step)
     if step is not None:
@@ -211,6 +215,17 @@ def open_model(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     if is_hub_name(text) and not os.path.exists(text):
         return HfModel(HfFolder(hub_folder(text)))
     return HfModel(HfFolder(text))
+
+
+@contextlib.contextmanager
+def looking_at(text: str) -> Iterator[None]:
+    """Says what a store answers (a URL's) as an error of the path: stores have error classes of their own."""
+    try:
+        yield
+    except Exception as error:
+        if "://" not in text or isinstance(error, JtrainError):
+            raise
+        raise ConfigError(f"{text} can't be looked at: {error}", "see that its store can be reached") from error
 
 
 def run_of(path: epath.Path) -> epath.Path:

@@ -5,8 +5,11 @@ Wherever it comes from, its parameters are arguments of a program of its own tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
+import io
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,27 +21,31 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from jtrain.checkpoint import arrays, layout
+from jtrain.checkpoint import arrays, files, layout
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.parameters import load_parameters
+from jtrain.config.schema import Config
 from jtrain.data.cache import cache_folder
 from jtrain.data.loader import DataLoader
+from jtrain.data.pairs import MismatchedRows
 from jtrain.data.rows import Batch, EvalRows, TrainRows
-from jtrain.data.tokenizers import Tokenizer
-from jtrain.errors import DataError
-from jtrain.models.config import DecoderConfig
 from jtrain.models.lora import projections
 from jtrain.parallel import processes
-from jtrain.tasks.loading import load_opened
-from jtrain.tasks.opened import open_model
+from jtrain.tasks.loaded import plan_of
 from jtrain.tasks.prepared import Added
+from jtrain.tasks.roles import RoleModel, role_mesh, role_rules
 from jtrain.train.program import Program
+from jtrain.train.state import StatePlan
+from jtrain.train.step import make_forward, to_device
 
 Scores = Callable[[nnx.Module, Any], Added]
 ReferenceFn = Callable[[Any, Any, Any], Added]
 """`reference(batch, params, variables)` -> log-probabilities of a batch; params and variables are the policy's."""
 
-_PROBE = "The quick brown fox, 1234 times: naïve 東京 (x == y);\n"
+_IDENTITY = "identity"
+"""Name of the array of a table's file that is no column."""
+# What numpy and zipfile raise for a file that is cut off or has wrong bytes.
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def base_reference(program: Program, scores: Scores) -> ReferenceFn:
@@ -57,38 +64,115 @@ class FrozenCopy:
     """The policy as it began, in the type that the step computes in.
 
     Args:
-      program: of the run.
+      role: the copy, on its mesh.
       scores: what is computed with it.
-      params, variables: the policy's.
     """
 
-    def __init__(self, program: Program, scores: Scores, params: Any, variables: Any):
-        # A copy: the step takes the policy's own buffers.
-        self.params = jax.jit(lambda tree: jax.tree.map(jnp.copy, program.plan.cast(tree)))(params)
-        self.variables = jax.tree.map(jnp.copy, variables)
-        self._run = program.forward(scores)
+    def __init__(self, role: RoleModel, scores: Scores):
+        self.role = role
+        self._run = role.jit(scores)
+
+    @property
+    def params(self) -> Any:
+        """Its parameters."""
+        return self.role.params
 
     def __call__(self, batch: Any, params: Any, variables: Any) -> Added:
-        return self._run(self.params, self.variables, batch)
+        return self._run(batch)
+
+    @classmethod
+    def of(
+        cls, config: Config, program: Program, scores: Scores, params: Any, variables: Any, *, exact: bool = False
+    ) -> FrozenCopy:
+        """The copy of a policy.
+
+        Args:
+          config: the run's.
+          program: of the run.
+          scores: what is computed with it.
+          params, variables: the policy's.
+          exact: whether it is kept in the type of the parameters, for `mix`.
+        """
+        cast = (lambda tree: tree) if exact else program.plan.cast
+        # A copy: the step takes the policy's own buffers.
+        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, cast(to_device(tree, program.plan.abstract.params))))(
+            params
+        )
+        return cls(copy_role(config, program, copied, variables), scores)
+
+    def mix(self, params: Any, alpha: float, plan: StatePlan) -> None:
+        """Moves the copy towards the policy: alpha x policy + (1 - alpha) x copy (Gorbatovski et al. 2024, eq. 7).
+
+        Args:
+          params: the policy's.
+          alpha: share of the policy.
+          plan: the policy's.
+        """
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.role.params)
+        moved = jax.device_put(to_device(params, plan.abstract.params), places)
+        self.role.params = _mixed(self.role.params, moved, alpha)
 
     def save(self, run_dir: str) -> None:
         """Writes RUN/reference, which a resume needs."""
         with Checkpoints(folder_of(run_dir), best_metric=None, async_save=False) as checkpoints:
-            checkpoints.save(0, {"params": self.params, "variables": self.variables}, {})
+            checkpoints.save(0, {"params": self.role.params, "variables": self.role.variables}, {})
 
     @classmethod
-    def load(cls, program: Program, scores: Scores, run_dir: str, variables: Any) -> FrozenCopy:
+    def load(cls, config: Config, program: Program, scores: Scores, variables: Any) -> FrozenCopy:
         """The copy that a run keeps.
 
         Raises:
           CheckpointError: it is missing or damaged.
         """
         cast = jax.eval_shape(program.plan.cast, program.plan.abstract.params)
-        places = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("device"), program.plan.abstract.params)
+        places = jax.tree.map(lambda leaf: leaf.sharding, copy_plan(config, program).abstract.params)
         abstract = jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), cast, places
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at.with_memory_kind("device")),
+            cast,
+            places,
         )
-        return cls(program, scores, load_parameters(folder_of(run_dir), abstract), variables)
+        return cls(copy_role(config, program, load_parameters(folder_of(config.run_dir), abstract), variables), scores)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _mixed(reference: Any, policy: Any, alpha: float) -> Any:
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(old.dtype, jnp.float32)
+        return ((1.0 - alpha) * old.astype(wide) + alpha * new.astype(wide)).astype(old.dtype)
+
+    return jax.tree.map(one, reference, policy)
+
+
+def copy_plan(config: Config, program: Program) -> StatePlan:
+    """Where a copy of the policy lies as the reference."""
+    mesh = role_mesh(config, "reference", program.mesh)
+    if mesh is program.mesh:
+        return program.plan
+    return plan_of(program.model, mesh, role_rules(config, "reference", program), program.precision)
+
+
+def copy_role(config: Config, program: Program, params: Any, variables: Any) -> RoleModel:
+    """A copy of the policy as the reference, moved to its mesh.
+
+    Args:
+      config: the run's.
+      program: of the run.
+      params: arrays that the step does not take.
+      variables: the policy's.
+    """
+    plan = copy_plan(config, program)
+    if plan is not program.plan:
+        places = jax.tree.map(lambda leaf: leaf.sharding, (plan.abstract.params, plan.abstract.variables))
+        params, variables = jax.device_put((params, variables), places)
+    return RoleModel(
+        "reference",
+        program.forward if plan is program.plan else lambda function: make_forward(program.model, plan, function),
+        params,
+        jax.tree.map(jnp.copy, variables),
+        mesh=plan.mesh,
+        rules=plan.rules,
+        program=program,
+    )
 
 
 def folder_of(run_dir: str) -> epath.Path:
@@ -102,37 +186,21 @@ def has_copy(run_dir: str) -> bool:
 
 
 class OtherModel:
-    """A model on disk as the reference, on the policy's mesh and in its computing type.
+    """A model on disk as the reference.
 
     Args:
-      path: what `load_model` takes.
-      program: of the run.
+      role: the model, on its mesh.
       scores: what is computed with it.
-      shape, tokenizer: the policy's.
-
-    Raises:
-      DataError: it has another vocabulary than the policy.
-      ConfigError, CheckpointError: there is no such model, or it is damaged.
     """
 
-    def __init__(self, path: str, program: Program, scores: Scores, shape: DecoderConfig, tokenizer: Tokenizer):
-        opened = open_model(path)
-        if opened.decoder.vocab_size != shape.vocab_size:
-            raise DataError(
-                f"dpo.ref_model: {path} has a vocabulary of {opened.decoder.vocab_size}, the policy one of "
-                f"{shape.vocab_size}",
-                "Name a model with the policy's tokenizer: the same tokens are scored by both.",
-            )
-        theirs = opened.tokenizer()
-        if theirs is not None and theirs.encode_batch([_PROBE]) != tokenizer.encode_batch([_PROBE]):
-            raise DataError(
-                f"dpo.ref_model: {path} has another tokenizer than the policy: the same text has other tokens",
-                "Name a model with the policy's tokenizer: the same tokens are scored by both.",
-            )
-        dtype = jnp.dtype(program.precision.compute_dtype).name
-        loaded = load_opened(opened, dtype=dtype, mesh=program.mesh, rules=program.rules)
-        self.params = loaded.params
-        self._run = loaded.jit(scores)
+    def __init__(self, role: RoleModel, scores: Scores):
+        self.role = role
+        self._run = role.jit(scores)
+
+    @property
+    def params(self) -> Any:
+        """Its parameters."""
+        return self.role.params
 
     def __call__(self, batch: Any, params: Any, variables: Any) -> Added:
         return self._run(batch)
@@ -145,24 +213,22 @@ class ReferencedRows:
     """Rows with the reference's log-probabilities, once these are known.
 
     Args:
-      rows: a stream, or an evaluation's.
+      rows: a stream, or an evaluation's; their order in `in_order` is that of the table.
 
     Attributes:
       table: name -> [rows], in the order of the sources; None: not known yet, rows are as they are.
     """
 
-    def __init__(self, rows: TrainRows | EvalRows):
-        self.plain = rows
-        self.sources, self.fingerprint = rows.sources, rows.fingerprint
-        self.buckets = rows.buckets
+    def __init__(self, rows: TrainRows | EvalRows | MismatchedRows):
+        self.plain, self.fingerprint = rows, rows.fingerprint
+        self.buckets = getattr(rows, "buckets", ())
         self.table: dict[str, np.ndarray] | None = None
-        self._offsets = np.cumsum([0, *(len(source) for source in rows.sources)])
 
     def __len__(self) -> int:
         return len(self.plain)
 
     def row_ids(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        assert isinstance(self.plain, TrainRows)  # an evaluation's rows have no other order
+        assert not isinstance(self.plain, EvalRows)  # an evaluation's rows have no other order
         return self.plain.row_ids(indices)
 
     def batch_length(self, indices: np.ndarray) -> int | None:
@@ -172,22 +238,19 @@ class ReferencedRows:
         batch = self.plain.rows(indices)
         if self.table is None:
             return batch
-        place = np.asarray(indices, np.int64)
-        if isinstance(self.plain, TrainRows):
-            source, row = self.plain.row_ids(place)
-            place = self._offsets[source] + row
+        place = self.plain.places(indices)
         past = place >= len(self)
         for name, values in self.table.items():
             batch[name] = np.where(past, 0.0, values[np.where(past, 0, place)]).astype(values.dtype)
         return batch
 
-    def in_order(self) -> EvalRows:
+    def in_order(self) -> EvalRows | MismatchedRows:
         """All rows once, in the order of the table."""
-        return EvalRows(self.sources, buckets=self.buckets)
+        return self.plain.in_order()
 
 
 def compute_table(
-    rows: EvalRows, program: Program, reference: Callable[[Any], Added], size: int
+    rows: EvalRows | MismatchedRows, program: Program, reference: Callable[[Any], Added], size: int
 ) -> dict[str, np.ndarray]:
     """One pass over rows: the reference's log-probabilities, name -> [rows] on the host of every process.
 
@@ -220,29 +283,51 @@ def model_digest(params: Any) -> str:
     return hashlib.blake2b(repr({k: v.tolist() for k, v in sorted(sums.items())}).encode(), digest_size=16).hexdigest()
 
 
-def table_path(cache_dir: str | None, *identity: object) -> Path:
+def table_path(cache_dir: str | None, *parts: object) -> Path:
     """Where the table of this model on these rows is kept between runs."""
-    key = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
-    return cache_folder(cache_dir) / "reference" / f"{key}.npz"
+    return cache_folder(cache_dir) / "reference" / f"{table_identity(*parts)}.npz"
 
 
-def read_table(path: Any, names: tuple[str, ...], rows: int) -> dict[str, np.ndarray] | None:
-    """A table that is there and whole, else None."""
+def table_identity(*parts: object) -> str:
+    """A digest of what a run's table was made of; the run's table has it beside its numbers."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def read_table(path: Any, names: tuple[str, ...], rows: int, identity: str) -> dict[str, np.ndarray] | None:
+    """A table that is there, whole and of this identity, else None; process 0's on every process.
+
+    The processes decide as one: who has no table would go into the pass that makes it, and wait there for the others.
+    """
+    table = _read_table(path, names, rows, identity) if processes.is_main() else None
+    if not processes.agree(table is not None):
+        return None
+    if table is not None and jax.process_count() == 1:
+        return table
+    kind = np.float64 if jax.config.jax_enable_x64 else np.float32
+    sent = table or {name: np.zeros(rows, kind) for name in names}
+    return {name: np.asarray(processes.agree(sent[name].astype(kind, copy=False))) for name in names}
+
+
+def _read_table(path: Any, names: tuple[str, ...], rows: int, identity: str) -> dict[str, np.ndarray] | None:
     try:
         with epath.Path(path).open("rb") as file, np.load(file, allow_pickle=False) as found:
+            if str(found[_IDENTITY]) != identity:
+                return None
             table = {name: found[name] for name in names}
-    except (OSError, ValueError, KeyError):
+    except _DAMAGED:
         return None
     return table if all(values.shape == (rows,) for values in table.values()) else None
 
 
-def write_table(path: Any, table: dict[str, np.ndarray]) -> None:
-    """Writes a table, by process 0; a cache that can't be written is none."""
+def write_table(path: Any, table: dict[str, np.ndarray], identity: str) -> None:
+    """Writes a table, by process 0.
+
+    Raises:
+      OSError: it can't be written.
+    """
     if not processes.is_main():
         return
-    path = epath.Path(path)
+    path, content = epath.Path(path), io.BytesIO()
+    np.savez(content, **table, **{_IDENTITY: np.asarray(identity)})  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.parent / f"{path.name}.tmp-{os.getpid()}"
-    with made.open("wb") as file:
-        np.savez(file, **table)  # type: ignore[arg-type]
-    made.rename(path)
+    files.write_atomic(path, content.getvalue())

@@ -9,40 +9,28 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jtrain.config.schema import Config
-from jtrain.data.pairs import PairRows
-from jtrain.data.rows import EvalRows, TrainRows
 from jtrain.errors import ConfigError
 from jtrain.models.decoder import Decoder
-from jtrain.tasks.language import LanguageTrainer
 from jtrain.tasks.preference import Batch, halves
 from jtrain.tasks.preference_losses import bradley_terry
+from jtrain.tasks.preference_trainer import PreferenceTrainer
 from jtrain.tasks.router_losses import router_losses
 from jtrain.tasks.source import ModelSource
 from jtrain.train.evaluation import Sums
 from jtrain.train.loss import Loss, LossFn, Metric
 
 
-class RewardTrainer(LanguageTrainer):
+class RewardTrainer(PreferenceTrainer):
     """Trains a reward model on pairs (see `jtrain/data/pairs.py`), which may have a `margin`.
 
     The reward of a text is the score at its last token that is not the padding token, as in transformers' sequence
     classifiers: `jtrain export` writes such a model. `model.path` may name a language model, whose head is then left
     out, or a reward model. The other arguments are `LanguageTrainer`'s; without a config the defaults are TRL's.
-    Metrics have TRL's names: accuracy, margin, mean_reward.
+    Metrics have TRL's names: accuracy, margin, {min,mean,max}_reward.
     """
 
     task = "reward"
-
-    def __init__(self, *args: Any, **keywords: Any):
-        self._sources: list[tuple[str, PairRows]] = []
-        super().__init__(*args, **keywords)
-
-    def settle(self, config: Config) -> Config:
-        model = config.model
-        if not config.reward.disable_dropout or not (model.dropout or model.lora.dropout):
-            return config
-        model = model.model_copy(update={"dropout": 0.0, "lora": model.lora.model_copy(update={"dropout": 0.0})})
-        return config.model_copy(update={"model": model})
+    left_out = "longer than max_length"
 
     def adapt(self, source: ModelSource) -> None:
         if source.decoder.num_labels > 1:
@@ -54,13 +42,6 @@ class RewardTrainer(LanguageTrainer):
 
     def make_loss(self, config: Config) -> LossFn:
         return reward_loss(self.tokenizer.pad_id, config.reward.center_rewards_coefficient)
-
-    def read_data(self, config: Config, train: Any, held_out: Any) -> tuple[Any, Any]:
-        found = super().read_data(config, train, held_out)
-        for name, rows in zip(("train", "eval"), found, strict=True):
-            sources = rows.sources if isinstance(rows, TrainRows | EvalRows) else ()
-            self._sources += [(name, source) for source in sources if isinstance(source, PairRows)]
-        return found
 
     def figures_of(self, sums: Sums) -> dict[str, float]:
         return {}
@@ -74,14 +55,7 @@ class RewardTrainer(LanguageTrainer):
         raise ConfigError("generate: a reward model writes no text", "use predict, which gives rewards")
 
     def summary(self) -> list[str]:
-        lines = super().summary()
-        for name, source in self._sources:
-            left_out = f", {source.dropped:,} longer than max_length left out" if source.dropped else ""
-            lines.append(f"{name}: {len(source):,} rows ({source.title}){left_out}")
-        return lines
-
-    def log(self, split: str, record: dict[str, Any]) -> None:
-        super().log(split, record | ({"num_tokens": self.counters.tokens} if split == "train" else {}))
+        return [*super().summary(), *self.source_lines()]
 
 
 def reward_loss(pad_id: int, center_rewards_coefficient: float = 0.0) -> LossFn:
@@ -98,10 +72,18 @@ def reward_loss(pad_id: int, center_rewards_coefficient: float = 0.0) -> LossFn:
         def over(x: jax.Array) -> Metric:
             return jnp.where(live, x, 0).astype(jnp.float32).sum(), count
 
+        # TRL's: the mean, over micro-batches, of the least and of the largest reward.
+        filled = live.any()
+        once = filled.astype(jnp.int32)
         metrics = {
             "accuracy": over(chosen > rejected),
             "margin": over(chosen - rejected),
             "mean_reward": over((chosen + rejected) / 2),
+            "min_reward": (jnp.where(filled, jnp.where(live, jnp.minimum(chosen, rejected), jnp.inf).min(), 0.0), once),
+            "max_reward": (
+                jnp.where(filled, jnp.where(live, jnp.maximum(chosen, rejected), -jnp.inf).max(), 0.0),
+                once,
+            ),
         }
         metrics = jax.tree.map(jax.lax.stop_gradient, metrics)
         if rng is not None and router is not None and isinstance(model, Decoder):

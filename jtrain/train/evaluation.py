@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jtrain import progress
 from jtrain.data.loader import DataLoader
 from jtrain.data.rows import Batch, Rows
 from jtrain.errors import ConfigError
+from jtrain.parallel.mesh import data_ranks
 from jtrain.train.loss import Loss
 
 Sums = dict[str, tuple[float, float]]
@@ -38,6 +40,7 @@ class FilledRows:
 
     def __init__(self, rows: Rows, count: int, ranks: int):
         self._rows, self._count = rows, count
+        self.per_token = getattr(rows, "per_token", ())
         self.size = -(-count // ranks) * ranks
 
     def __len__(self) -> int:
@@ -50,6 +53,11 @@ class FilledRows:
         """What the rows say, where they say it."""
         length = getattr(self._rows, "batch_length", None)
         return None if length is None else length(self._numbers(indices))
+
+    def image_slots(self, indices: np.ndarray) -> int | None:
+        """What the rows say, where they say it."""
+        slots = getattr(self._rows, "image_slots", None)
+        return None if slots is None else slots(self._numbers(indices))
 
     def _numbers(self, indices: np.ndarray) -> np.ndarray:
         batch, place = np.divmod(np.asarray(indices), self.size)
@@ -81,6 +89,36 @@ class Evaluator:
         self._step, self._loader, self._batches, self._compute = step, loader, batches, compute_metrics
         self._prepare = prepare or (lambda batch, params, variables: batch)
         self._stop = stop
+
+    @staticmethod
+    def over(
+        rows: Rows,
+        step: Callable[..., Loss],
+        *,
+        batch_size: int,
+        sharding: NamedSharding,
+        multiple: int | None = None,
+        max_batches: int | None = None,
+        compute_metrics: Callable[[Sums], dict[str, float]] | None = None,
+        prepare: Callable[[Any, Any, Any], Any] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Evaluator:
+        """One over all rows.
+
+        Args:
+          rows: in order; rows past their end count for nothing.
+          step, compute_metrics, prepare, stop: see the class.
+          batch_size: rows of a batch, over all devices.
+          sharding: of a batch's arrays.
+          multiple: what the rows of a batch are filled up to a multiple of; by default the data-parallel ranks.
+          max_batches: no more than these; None or 0: all.
+        """
+        filled = FilledRows(rows, batch_size, multiple or data_ranks(sharding.mesh))
+        loader = DataLoader(filled, global_batch_size=filled.size, sharding=sharding, prefetch=1)
+        batches = -(-len(rows) // batch_size)
+        return Evaluator(
+            step, loader, min(batches, max_batches or batches), compute_metrics, prepare=prepare, stop=stop
+        )
 
     def __call__(self, params: Any, variables: Any) -> dict[str, float]:
         """`eval_loss`, `eval_<name>` for every metric of the loss that has a count, and the computed ones.

@@ -80,7 +80,8 @@ class Loop:
                 if session.checkpoints is not None:
                     session.checkpoints.poll()
                 # The device is waited for only when something is due once the update in flight is done.
-                if trainer.requests or session.due(counters.step + 1):
+                due = session.due(counters.step + 1) or trainer.waits_for(counters.step + 1)
+                if trainer.requests or due:
                     self._retire(in_flight)
                     in_flight = None
                     self._boundary(False)

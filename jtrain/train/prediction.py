@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from jtrain.data.loader import DataLoader
 from jtrain.train.program import Program
@@ -22,15 +23,28 @@ def predict(
       The function's tree, numpy arrays [number of rows, ...].
     """
 
-    def first_micro_batch(module: Any, batch: dict[str, jax.Array]) -> Any:  # there is one
-        return predict_fn(module, jax.tree.map(lambda x: x[0], batch))
+    run = program.forward(first_micro_batch(predict_fn))
+    return outputs_of(lambda batch: run(params, variables, batch), rows, program.batch.rows, program.batch_sharding)
 
-    run = program.forward(first_micro_batch)
-    size = program.batch.rows
+
+def first_micro_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(module, batch)` for a batch [1, b, ...], of its only micro-batch."""
+    return lambda module, batch: function(module, jax.tree.map(lambda x: x[0], batch))
+
+
+def outputs_of(run: Callable[[Any], Any], rows: Any, size: int, sharding: NamedSharding, *, whole: bool = True) -> Any:
+    """What `run(batch)` gives of all rows: its tree of arrays [b, ...] as numpy arrays [number of rows, ...].
+
+    Args:
+      run: of a batch with arrays [1, b, ...].
+      rows: in order; what stands past their end is left out.
+      size: rows of a batch.
+      sharding: of its arrays.
+      whole: False: a batch is cut to its own length where the rows say it (for outputs without one).
+    """
     outputs = []
-    options = {"global_batch_size": size, "sharding": program.batch_sharding, "prefetch": 1, "whole": True}
+    options = {"global_batch_size": size, "sharding": sharding, "prefetch": 1, "whole": whole}
     with DataLoader(rows, **options) as loader:
         for index in range(-(-len(rows) // size)):
-            output = run(params, variables, loader[index])
-            outputs.append(multihost_utils.process_allgather(output, tiled=True))
+            outputs.append(multihost_utils.process_allgather(run(loader[index]), tiled=True))
     return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(rows)], *outputs)

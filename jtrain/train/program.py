@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jtrain.checkpoint import arrays
+from jtrain.config.role_rules import own_devices, policy_sizes
 from jtrain.config.rules import apply_strategy, check_slices, resolve_batch, resolve_steps, slices_by_themselves
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError
@@ -160,9 +161,10 @@ class _Checkpoint:
 
 
 def mesh_and_batch(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, Mesh, BatchShape]:
-    """The config with its strategy written out, the mesh over `devices`, and the batch's arithmetic on it."""
+    """The config with its strategy written out, the mesh over `devices` (but those of roles), and the batch on it."""
     config = apply_strategy(config)
-    mesh = make_mesh(config.mesh, devices=devices)
+    policy_sizes(config, len(devices))  # its message knows of the roles' devices
+    mesh = make_mesh(config.mesh, devices=devices[: len(devices) - own_devices(config, len(devices))])
     check_slices(config, dict(mesh.shape))
     size = resolve_batch(config, data_ranks(mesh))
     config = config.model_copy(update={"global_batch_size": size.global_})  # what a resume is compared with

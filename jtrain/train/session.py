@@ -20,7 +20,7 @@ from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.lock import RunLock
 from jtrain.checkpoint.manifest import DamagedCheckpoint
 from jtrain.checkpoint.run_dir import open_run_dir
-from jtrain.config.differences import Difference, differences
+from jtrain.config.differences import Difference, differences, may_be_filled_in
 from jtrain.config.export import to_dict, to_yaml
 from jtrain.config.schema import Config
 from jtrain.errors import CheckpointError, ConfigError, PeerLostError
@@ -169,6 +169,20 @@ class Session:
             self._trackers.log(step, split, values)
         (self.console.train if split == "train" else self.console.evaluate)(step, values)
 
+    def sample(self, step: int, number: int, fields: dict[str, str]) -> None:
+        """Writes what a model answered to events.jsonl, to the trackers and to the console.
+
+        Args:
+          step: of the model.
+          number: of the prompt.
+          fields: prompt, completion and reference.
+        """
+        lines = [f"{name}: {text}" for name, text in fields.items()]
+        self.emit("sample", {"step": step, "number": number, **fields})
+        if self._trackers is not None:
+            self._trackers.log_text(step, f"samples/{number}", "\n\n".join(lines))
+        self.console.message("\n".join([f"--- sample {number}, step {step}", *lines, "---"]))
+
     def wait(self) -> None:
         """Waits until the last save is durable."""
         if self.checkpoints is not None:
@@ -198,6 +212,8 @@ class Session:
 def check_run_dir(config: Config) -> None:
     """Sees, before data is read and a model is built, that the run may go on in its directory.
 
+    What the trainer is to fill in is not looked at: `Session.restore` compares all of it.
+
     Raises:
       StorageError: it can't be written.
       ConfigError: it is in use, another run's, or holds checkpoints under `checkpoint.resume: never`.
@@ -210,7 +226,7 @@ def check_run_dir(config: Config) -> None:
         _check_fresh(config, checkpoints)
         for step in reversed(checkpoints.steps()):
             with contextlib.suppress(CheckpointError):  # restore deals with it
-                resumable(checkpoints.read_meta(step), config, None)
+                resumable(checkpoints.read_meta(step), config, None, raw=True)
                 return
 
 
@@ -228,13 +244,14 @@ def _check_fresh(config: Config, checkpoints: Checkpoints) -> None:
         )
 
 
-def resumable(meta: dict[str, Any], config: Config, fingerprint: str | None) -> list[Difference]:
+def resumable(meta: dict[str, Any], config: Config, fingerprint: str | None, *, raw: bool = False) -> list[Difference]:
     """What differs between a checkpoint and the run that goes on from it, all of it harmless.
 
     Args:
       meta: the checkpoint's JSON.
       config: the run's.
       fingerprint: of the training rows; None: not known.
+      raw: whether no trainer has seen the config yet: what it fills in may differ.
 
     Raises:
       ConfigError: a difference that would make it another run.
@@ -245,6 +262,8 @@ def resumable(meta: dict[str, Any], config: Config, fingerprint: str | None) -> 
             f"give another run_dir; to begin with its weights, write model.path: {config.run_dir}",
         )
     harmless, refused = differences(meta["config"], config)
+    if raw:
+        refused = [difference for difference in refused if not may_be_filled_in(difference)]
     before = meta.get("data")
     if not refused and before is not None and fingerprint is not None and before != fingerprint:
         refused = [Difference("fingerprint of the training data", before, fingerprint)]

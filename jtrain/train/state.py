@@ -51,6 +51,8 @@ class TrainState:
       ema: moving average of the trainable parameters, else None.
       across: what slices keep that compute by themselves (`jtrain/train/across_slices.py`), else None. With local steps
         `params` are the outer parameters, and `opt_state` is a stack, one a slice.
+      beside: what a task changes between steps and a resume needs (`Trainer.beside`). The step never sees it: it stands
+        in what is saved and restored, and is None elsewhere.
     """
 
     step: jax.Array
@@ -61,6 +63,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     ema: Any = None
     across: Any = None
+    beside: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,8 +220,10 @@ def loss_multiplier(state: TrainState, batch: Batch, precision: Precision) -> An
     """
     if not precision.loss_scaling or state.loss_scale is None:
         return jnp.ones((), precision.parameter_dtype if precision.parameter_dtype == jnp.float64 else jnp.float32)
-    largest = max((x for name, x in batch.items() if name != "row"), key=lambda x: x.size)
-    targets = math.prod(largest.shape[: 3 if jnp.issubdtype(largest.dtype, jnp.integer) else 2])
+    # Rows, or places of whole numbers: labels are among these.
+    of_tokens = [x for x in batch.values() if x.ndim > 2 and jnp.issubdtype(x.dtype, jnp.integer)]
+    shapes = [x.shape[:3] for x in of_tokens] or [x.shape[:2] for x in batch.values()]
+    targets = max(math.prod(shape) for shape in shapes)
     return state.loss_scale.scale / 2.0 ** math.ceil(math.log2(max(targets, 1)))
 
 

@@ -7,6 +7,7 @@ directory, restores or starts, and hands over to the loop in `jtrain/train/loop.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from jtrain.train.across_slices import complete, exchange_name
 from jtrain.train.adapters import counts
 from jtrain.train.callbacks import Callback, CallbackList, early_stopping
 from jtrain.train.compiled import CompiledStep
-from jtrain.train.evaluation import Evaluator, FilledRows
+from jtrain.train.evaluation import Evaluator
 from jtrain.train.guard import Guard, guarded
 from jtrain.train.history import History
 from jtrain.train.loop import Loop
@@ -214,6 +215,7 @@ class Trainer:
                 metrics = evaluator(self._evaluated_params(), self.state.variables)
         finally:
             evaluator.close()
+        metrics |= self.more_figures(data)
         if data is None:
             self.log("eval", metrics)
         return metrics
@@ -241,9 +243,37 @@ class Trainer:
         """
         return batch
 
+    def beside(self) -> Any:
+        """Arrays that the task changes between steps and a resume needs (a tree), saved with the state; None: none are.
+
+        A task with some overrides the three: `beside`, `abstract_beside`, their shapes and places before a restore, and
+        `take_beside`, which gets what a restore has read.
+        """
+        return None
+
+    def abstract_beside(self) -> Any:
+        """Shapes and places of `beside`."""
+        return None
+
+    def take_beside(self, restored: Any) -> None:
+        """Gets `beside` of the checkpoint that the run goes on from."""
+
+    def waits_for(self, step: int) -> bool:
+        """Whether the next step is not begun before `on_step_end` of update `step` is through, which sees its state."""
+        return False
+
+    def more_figures(self, data: Any) -> dict[str, float]:
+        """Figures of an evaluation that are no sums over batches; `data` is that of `evaluate`. A task overrides it."""
+        return {}
+
     def rows_of(self, data: Any) -> Rows:
         """Data for evaluation or prediction as rows, in order. A task that reads other forms of data overrides it."""
         return as_rows(data, seed=None)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of an evaluation's batch are filled up to a multiple of; more where a task has other meshes."""
+        return data_ranks(self.mesh)
 
     @property
     def flops_per_token(self) -> TokenFlops | None:
@@ -276,6 +306,11 @@ class Trainer:
         if self._session is not None:
             self._session.console.message(text)
 
+    def sampled(self, number: int, sample: dict[str, str]) -> None:
+        """Writes what the model answered to prompt `number`: prompt, completion and reference."""
+        if self._session is not None:
+            self._session.sample(self.counters.step, number, sample)
+
     def train_loader(self) -> DataLoader:
         """The batches of the training rows, on the mesh."""
         batch, rows = self.program.batch, self.train_rows
@@ -298,8 +333,9 @@ class Trainer:
         if session is None or session.checkpoints is None or session.last_save_step == step:
             return
         meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
+        state = dataclasses.replace(self.state, beside=self.beside())
         with self.goodput("save_stall"):
-            session.checkpoints.save(step, self.state, meta, metrics or None)
+            session.checkpoints.save(step, state, meta, metrics or None)
         session.saved(step)
         self.account()
         self.callbacks("on_save", self, step)
@@ -366,9 +402,12 @@ class Trainer:
         if resumes or source or self._trained:  # trained: a fit that broke off before its first save begins anew
             self._state = None  # one state in memory, not two
         if resumes:
+            abstract = dataclasses.replace(self.plan.abstract, beside=self.abstract_beside())
             with self.goodput("restore"):
-                state, meta = session.restore(self.plan.abstract, self._fingerprint)
-            self._state, anew = complete(state, self.plan)
+                state, meta = session.restore(abstract, self._fingerprint)
+            self._state, anew = complete(dataclasses.replace(state, beside=None), self.plan)
+            if state.beside is not None:
+                self.take_beside(state.beside)
             if anew:
                 self.say(f"between slices, {' and '.join(anew)} begin anew: the checkpoint has none for this mesh")
             self.counters = Counters(**meta["counters"])
@@ -391,16 +430,15 @@ class Trainer:
         return combine(state.ema, state.params, self.plan.trainable)
 
     def _evaluator(self, rows: Any) -> Evaluator:
-        size = self.config.eval.batch_size or self.program.batch.rows
-        filled = FilledRows(rows, size, data_ranks(self.mesh))
-        loader = DataLoader(filled, global_batch_size=filled.size, sharding=self.program.batch_sharding, prefetch=1)
-        batches = -(-len(rows) // size)
-        limit = int(self.config.fast_dev_run) or self.config.eval.max_batches
-        return Evaluator(
+        section = self.config.eval
+        return Evaluator.over(
+            rows,
             self._eval_step,
-            loader,
-            min(batches, limit or batches),
-            self._compute_metrics,
+            batch_size=section.batch_size or self.program.batch.rows,
+            sharding=self.program.batch_sharding,
+            multiple=self.row_multiple,
+            max_batches=int(self.config.fast_dev_run) or section.max_batches,
+            compute_metrics=self._compute_metrics,
             prepare=self.prepare,
             stop=self.interrupts,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -97,3 +98,22 @@ def test_a_config_that_is_not_that_of_the_weights_is_answered(folder, tmp_path, 
     for word in words:
         assert word in err, err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "package", "extra"),
+    [
+        (["import", "s3://bucket/model", "{tmp}/a"], "s3fs", "jtrain[s3]"),
+        (["export", "gs://bucket/run", "{tmp}/a"], "gcsfs", "jtrain[gcs]"),
+        (["export", "gs://bucket/run", "{tmp}/a", "--lora", "adapter"], "gcsfs", "jtrain[gcs]"),
+        (["pretrain", "demo", "--run_dir", "gs://bucket/run"], "gcsfs", "jtrain[gcs]"),
+        (["contrastive", "digits", "--model.path", "gs://bucket/m", "--run_dir", "{tmp}/r"], "gcsfs", "jtrain[gcs]"),
+        (["pretrain", "demo", "--data.train", "s3://bucket/a.txt", "--run_dir", "{tmp}/r"], "s3fs", "jtrain[s3]"),
+    ],
+)
+def test_a_url_whose_package_is_missing_names_the_extra(tmp_path, capsys, monkeypatch, args, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    found, _, err = run(capsys, *(arg.format(tmp=tmp_path) for arg in args))
+    assert found == 64
+    assert "://bucket/" in err
+    assert extra in err

@@ -3,6 +3,14 @@
 import pytest
 
 from jtrain.config import differences, load_config
+from jtrain.config.differences import may_be_filled_in
+
+DISTILL = {
+    "task": "distill",
+    "distill.teacher": "/t",
+    "distill.top_k": 64,
+    "distill.precompute_teacher": True,
+}
 
 
 def names(old, new):
@@ -30,6 +38,8 @@ def names(old, new):
         ({"data": {"eval": "a"}}, {"data": {"eval": "b"}}, "data.eval"),
         ({"optimizer": {"ema_decay": 0.9}}, {"optimizer": {"ema_decay": 0.99}}, "optimizer.ema_decay"),
         ({}, {"global_batch_size": 32}, "global_batch_size"),
+        (DISTILL, {**DISTILL, "distill.beta": 0.1, "distill.loss": "jsd"}, "distill.beta"),
+        ({"task": "dpo"}, {"task": "dpo", "dpo": {"beta": 0.2}}, "dpo.beta"),
     ],
 )
 def test_these_may_change(old, new, field):
@@ -54,6 +64,17 @@ def test_these_may_change(old, new, field):
         ({}, {"seed": 1}, "seed"),
         ({"global_batch_size": 32}, {"global_batch_size": 64}, "global_batch_size"),
         ({}, {"max_length": 5}, "max_length"),
+        ({"task": "dpo"}, {"task": "dpo", "dpo": {"ref_model": "/m"}}, "dpo.ref_model"),
+        ({"task": "dpo"}, {"task": "dpo", "dpo": {"ld_alpha": 0.3}}, "dpo.ld_alpha"),
+        (
+            {"task": "dpo"},
+            {"task": "dpo", "dpo": {"precompute_ref_log_probs": True}},
+            "dpo.precompute_ref_log_probs",
+        ),
+        (DISTILL, {**DISTILL, "distill.teacher": "/u"}, "distill.teacher"),
+        (DISTILL, {**DISTILL, "distill.temperature": 4.0}, "distill.temperature"),
+        (DISTILL, {**DISTILL, "distill.top_k": 0}, "distill.top_k"),
+        (DISTILL, {**DISTILL, "distill.precompute_dtype": "float16"}, "distill.precompute_dtype"),
     ],
 )
 def test_these_need_a_new_run(old, new, field):
@@ -83,3 +104,22 @@ def test_a_config_of_an_older_version_gets_the_defaults_of_newer_fields():
     old["gone"] = 3
     harmless, refused = differences(old, config)
     assert [str(difference) for difference in harmless] == ["gone: 3 -> None"] and not refused
+
+
+@pytest.mark.parametrize(
+    ("filled", "given", "left"),
+    [
+        ({"max_length": 32}, {}, []),
+        ({"max_length": 32}, {"max_length": 64}, ["max_length"]),
+        ({"optimizer": {"freeze": ["vision_tower/.*"]}}, {}, []),
+        ({"data": {"tokenizer": "/teacher/tokenizer.json"}}, {}, []),
+        ({"data": {"tokenizer": "/teacher/tokenizer.json"}}, {"data": {"tokenizer": "/other"}}, ["data.tokenizer"]),
+        ({"model": {"vocab_size": 104}}, {}, []),
+        ({"model": {"lora": {"rank": 4, "targets": ["q_proj"]}}}, {}, []),
+        ({"model": {"lora": {"rank": 4}}}, {"model": {"lora": {"rank": 8}}}, ["model.lora.rank"]),
+        ({"seed": 3, "max_length": 32}, {}, ["seed"]),
+    ],
+)
+def test_what_a_trainer_fills_in_may_differ_before_it_has_seen_the_config(filled, given, left):
+    _, refused = differences(load_config(filled, env={}), load_config(given, env={}))
+    assert [one.field for one in refused if not may_be_filled_in(one)] == left

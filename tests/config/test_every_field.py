@@ -10,8 +10,10 @@ import pytest
 
 import jtrain
 from jtrain.config import load_config, to_yaml
+from jtrain.config.contrastive_section import ContrastiveConfig
 from jtrain.config.names import choices, fields
-from jtrain.config.schema import DpoConfig, LoraConfig, RewardConfig
+from jtrain.config.schema import DistillConfig, DpoConfig, LoraConfig, RewardConfig
+from jtrain.config.task_sections import RoleConfig
 from jtrain.config.yaml_file import dump_yaml
 
 BASE = {"max_steps": 10, "data": {"train": ["a.txt"], "eval": ["e.txt"]}, "accelerator": "tpu"}
@@ -85,6 +87,20 @@ CHANGED = {
     "sft.assistant_only_loss": True,
     "sft.neftune_noise_alpha": 5.0,
     "reward.center_rewards_coefficient": 0.01,
+    "contrastive.image_field": "picture",
+    "contrastive.label_field": "kind",
+    "contrastive.classes": ("cat", "dog"),
+    "contrastive.templates": ("a {}",),
+    "distill.teacher": "/teacher",
+    "distill.beta": 0.3,
+    "distill.temperature": 2.0,
+    "distill.ce_weight": 0.25,
+    "distill.top_k": 64,
+    "distill.precompute_teacher": True,
+    "distill.on_policy_fraction": 0.5,
+    "distill.seq_kd": True,
+    "distill.max_completion_length": 32,
+    "distill.sampling_temperature": 0.7,
     "reward.disable_dropout": False,
     "dpo.loss_weights": (0.5,),
     "dpo.beta": 0.3,
@@ -101,6 +117,9 @@ CHANGED = {
     "dpo.ref_model": "/reference",
     "dpo.precompute_ref_log_probs": True,
     "dpo.precompute_ref_batch_size": 64,
+    "dpo.sync_ref_model": True,
+    "dpo.ref_model_mixup_alpha": 0.3,
+    "dpo.ref_model_sync_steps": 64,
     "dpo.disable_dropout": False,
     "data.shuffle": False,
     "data.cache_dir": "/cache",
@@ -155,6 +174,10 @@ CHANGED = {
     "eval.use_ema": False,
     "eval.early_stopping_patience": 2,
     "eval.early_stopping_threshold": 0.1,
+    "eval.metrics": ("bleu", "rouge"),
+    "eval.metric_examples": 10,
+    "eval.max_new_tokens": 16,
+    "eval.num_samples": 2,
     "eval.sample_prompts": ("Once",),
     "eval.sample_tokens": 8,
     "eval.sample_temperature": 0.0,
@@ -166,21 +189,44 @@ CHANGED = {
     "faults.preemption_grace_seconds": 30.0,
     "faults.max_restarts": 1,
     "faults.max_infra_restarts": 2,
+    "roles.reference.devices": 4,
+    "roles.teacher.devices": 4,
+    "roles.reference.data": 4,
+    "roles.teacher.data": 4,
+    "roles.reference.fsdp": 4,
+    "roles.teacher.fsdp": 4,
+    "roles.reference.tensor": 4,
+    "roles.teacher.tensor": 4,
+    "roles.reference.expert": 4,
+    "roles.teacher.expert": 4,
 }
 
 SFT, DPO = {"task": "sft"}, {"task": "dpo"}
 TOGETHER = {
     **dict.fromkeys(("data.packing", "data.truncation", "data.chat_template"), SFT),
     **dict.fromkeys(("sft.completion_only_loss", "sft.assistant_only_loss", "sft.neftune_noise_alpha"), SFT),
+    **dict.fromkeys(("eval.metrics", "eval.metric_examples", "eval.max_new_tokens", "eval.num_samples"), SFT),
     "data.buckets": {**SFT, "data.packing": "none"},
     **{f"dpo.{name}": DPO for name in DpoConfig.model_fields},
     **{f"reward.{name}": {"task": "reward"} for name in RewardConfig.model_fields},
+    **{f"distill.{name}": {"task": "distill"} for name in DistillConfig.model_fields},
+    **{f"contrastive.{name}": {"task": "contrastive"} for name in ContrastiveConfig.model_fields},
+    "distill.beta": {"task": "distill", "distill.loss": "jsd"},
+    "distill.tail": {"task": "distill", "distill.top_k": 64},
+    "distill.precompute_dtype": {"task": "distill", "distill.precompute_teacher": True},
+    **{
+        f"distill.{name}": {"task": "distill", "distill.seq_kd": True, "data.packing": "none"}
+        for name in ("max_completion_length", "sampling_temperature")
+    },
     "dpo.label_smoothing": {**DPO, "dpo.loss_type": "robust"},
     "dpo.f_alpha_divergence_coef": {**DPO, "dpo.f_divergence_type": "alpha_divergence"},
     "dpo.discopop_tau": {**DPO, "dpo.loss_type": "discopop"},
     **{f"dpo.{name}": {**DPO, "dpo.loss_type": "simpo"} for name in ("simpo_gamma", "cpo_alpha", "alpha")},
     **{f"dpo.{name}": {**DPO, "dpo.loss_type": "kto"} for name in ("desirable_weight", "undesirable_weight")},
+    **{f"dpo.ref_model_{name}": {**DPO, "dpo.sync_ref_model": True} for name in ("mixup_alpha", "sync_steps")},
     "dpo.precompute_ref_batch_size": {**DPO, "dpo.precompute_ref_log_probs": True},
+    **{f"roles.reference.{name}": DPO for name in RoleConfig.model_fields},
+    **{f"roles.teacher.{name}": {"task": "distill"} for name in RoleConfig.model_fields},
     "exo_pair": {"dpo.label_smoothing": 0.001},
     **{f"model.lora.{name}": {"model.lora.rank": 4} for name in LoraConfig.model_fields if name != "rank"},
     "model.lora.path": {"model.path": "/base"},
@@ -254,6 +300,11 @@ RESOLVED = {
     "global_batch_size": "resolve_batch",
     "per_device_batch_size": "resolve_batch",
     "gradient_accumulation_steps": "resolve_batch",
+    **{
+        f"roles.{role}.{name}": "mesh_of"
+        for role in ("reference", "teacher")
+        for name in ("data", "fsdp", "tensor", "expert")
+    },
     "task": "tasks",  # one choice so far: any other is refused
 }
 """Fields that the program reads through a rule or as a whole section: the field -> the name that is asked for."""

@@ -3,7 +3,8 @@
 import pytest
 
 from jtrain.config import load_config
-from jtrain.config.rules import apply_strategy, data_ranks, resolve_batch, resolve_mesh, resolve_steps
+from jtrain.config.mesh_rules import data_ranks, resolve_mesh
+from jtrain.config.rules import apply_strategy, resolve_batch, resolve_steps
 from jtrain.config.schema import Config, MeshConfig
 from jtrain.errors import ConfigError
 

@@ -105,3 +105,11 @@ def test_missing_data_names_its_field(tmp_path, field):
     train, evaluation = (gone, there) if field == "train" else (there, gone)
     with pytest.raises(DataError, match=rf"data\.{field}: .*gone\.jsonl does not exist"):
         build(train, eval=(evaluation,))
+
+
+def test_a_record_in_memory_with_half_of_a_surrogate_pair_is_named_or_left_out():
+    records = [{"text": "abc"}, {"text": "a\ud800"}]
+    with pytest.raises(DataError, match=r"train_dataset\[1\] holds half of a surrogate pair"):
+        build_data(Config(max_length=4), BYTES, train=records)
+    rows, _ = build_data(Config(max_length=4, data=DataConfig(on_bad_record="skip")), BYTES, train=records)
+    assert spans(rows) == [{0, 1, 2, 3}]  # "abc" and its end token

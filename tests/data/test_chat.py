@@ -266,3 +266,22 @@ def test_today_is_the_day_that_the_environment_names(monkeypatch):
     RENDERER.close()
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(TWO) == "01 Jan 1971"
     RENDERER.close()
+
+
+def test_a_part_that_a_template_leaves_out_is_refused():
+    parts = ChatTemplate("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", {})
+    named = ChatTemplate(
+        "{% for p in messages[0].content if p.type in ['text', 'thought', 'audio'] %}{{ p.text }}{% endfor %}", {}
+    )
+    for kind, template, reads in (
+        ("text", parts, True),
+        ("thought", parts, False),
+        ("thought", named, True),
+        ("audio", named, False),
+    ):
+        messages = [{"role": "user", "content": [{"type": kind, "text": "w1"}]}]
+        if reads:
+            assert template.render(messages) == "w1"
+        else:
+            with pytest.raises(DataError, match=f"is of type '{kind}'"):
+                template.render(messages)

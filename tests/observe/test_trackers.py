@@ -29,6 +29,16 @@ def test_tensorboard_reads_back_what_was_logged_and_leaves_unknown_figures_out(t
     assert [(x.step, x.value) for x in events.Scalars("train/loss")] == [(1, 2.5), (2, 2.25)]
 
 
+def test_tensorboard_reads_texts_back(tmp_path):
+    trackers = Trackers(["tensorboard"], tmp_path)
+    trackers.log_text(3, "samples/0", "prompt: 猫\n\ncompletion: a cat")
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    (found,) = events.Tensors("samples/0")
+    assert events.SummaryMetadata("samples/0").plugin_data.plugin_name == "text"
+    assert (found.step, found.tensor_proto.string_val[0].decode()) == (3, "prompt: 猫\n\ncompletion: a cat")
+
+
 def test_a_failing_tracker_is_dropped_with_a_warning_and_the_others_go_on(tmp_path, caplog, monkeypatch):
     good, bad = Recorder(), Recorder(fail_at=2)
     monkeypatch.setattr("jtrain.observe.trackers.TRACKERS", {"bad": lambda _: bad, "good": lambda _: good})

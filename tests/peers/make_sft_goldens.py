@@ -110,7 +110,7 @@ def run(folder: Path, records: list[dict], options: dict) -> dict:
 
 
 def chat_digests() -> list[str]:
-    """Digests of ids and assistant masks of 200 conversations, the second hundred of two rows each."""
+    """Digests of ids and assistant masks of 200 conversations."""
     import lzma
 
     from transformers import PreTrainedTokenizerFast
@@ -119,21 +119,36 @@ def chat_digests() -> list[str]:
         path = Path(folder) / "tokenizer.json"
         path.write_bytes(lzma.decompress((CHAT / "tokenizer.json.xz").read_bytes()))
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<bos>", eos_token="<eos>")
-    source = (CHAT / "chatml.jinja").read_text()
-    return [
-        digest(found["input_ids"], found["assistant_masks"])
-        for found in (
-            tokenizer.apply_chat_template(messages, chat_template=source, return_assistant_tokens_mask=True)
-            for messages in conversations()
+    found = []
+    for name, messages in conversations():
+        source = (CHAT / f"{name}.jinja").read_text()
+        encoded = tokenizer.apply_chat_template(
+            messages, chat_template=source, return_assistant_tokens_mask=True, return_dict=True, date_string=DATE
         )
-    ]
+        found.append(digest(encoded["input_ids"], encoded["assistant_masks"]))
+    return found
 
 
-def conversations() -> list[list[dict]]:
-    """200 conversations of the jargon file."""
+CHAT_TEMPLATES = ("chatml", "llama3", "qwen3", "gemma", "mistral")
+DATE = "26 Jul 2024"
+"""Of llama3's system message; the other templates do not read it."""
+
+
+def conversations() -> list[tuple[str, list[dict]]]:
+    """(template, messages) of 200 conversations of the jargon file, each template in turn.
+
+    One, two and three questions in turn; every fourth has a system message where the template takes one.
+    """
     with gzip.open(JARGON, "rt", encoding="utf-8") as file:
-        chats = [json.loads(line)["messages"] for line in file][:300]
-    return chats[:100] + [chats[n] + chats[n + 1] for n in range(100, 300, 2)]
+        rows = iter([json.loads(line)["messages"] for line in file])
+    found = []
+    for number in range(200):
+        name = CHAT_TEMPLATES[number % 5]
+        messages = [message for _ in range(1 + number // 5 % 3) for message in next(rows)]
+        if number // 5 % 4 == 3 and name not in ("gemma", "mistral"):
+            messages.insert(0, {"role": "system", "content": f"Answer as entry {number} does."})
+        found.append((name, messages))
+    return found
 
 
 def digest(ids: list[int], mask: list[int]) -> str:

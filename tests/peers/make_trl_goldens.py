@@ -343,7 +343,16 @@ DPO_RUNS: list[dict[str, Any]] = [
     {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
     {"ld_alpha": 0.3},
     {"use_weighting": True},
-]
+    *(
+        {"loss_type": [kind]}
+        for kind in (
+            "hinge", "nca_pair", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down", "discopop", "sft",
+            "sigmoid_norm",
+        )
+    ),
+    {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
+    {"loss_type": ["robust"], "label_smoothing": 0.1},
+]  # fmt: skip
 CPO_RUNS: list[dict[str, Any]] = [{}, {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}]
 KTO_RUNS: list[dict[str, Any]] = [{}, {"loss_type": "apo_zero_unpaired"}]
 REWARD_RUNS: list[dict[str, Any]] = [{}, {"margins": True, "center_rewards_coefficient": 0.01}]

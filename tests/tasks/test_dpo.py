@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jtrain import Callback
+from jtrain.cli.main import main
+from jtrain.config import to_yaml
 from jtrain.config.load import load_config
 from jtrain.errors import ConfigError, DataError
 from jtrain.tasks.dpo import DPOTrainer, preference_of
@@ -167,6 +170,25 @@ def test_a_reference_of_another_vocabulary_is_refused(place):
         first_line(settings(place, "dpo", dpo={"ref_model": str(place / "third")}), PAIRS)
 
 
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}, "line 3.*its chosen and its rejected half are equal"),
+        (PAIRS[0] | {"chosen": ""}, "line 3.*its chosen completion is empty"),
+        (PAIRS[0] | {"chosen": None}, "line 3.*its fields are prompt, rejected"),
+        ({"question": "a", "answer": "b"}, "line 3.*its fields are question, answer"),
+    ],
+    ids=["equal", "empty", "null", "columns"],
+)
+def test_a_record_that_can_not_be_used_ends_the_verb_with_65_and_its_line(place, capsys, record, message):
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS[:2], record]))
+    config = settings(place, "dpo")
+    config["data"] = config["data"] | {"train": [str(place / "pairs.jsonl")]}
+    (place / "run.yaml").write_text(to_yaml(load_config(config, env={})))
+    assert main(["dpo", str(place / "run.yaml")]) == 65
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_columns_that_fit_no_form_are_named(place):
     with pytest.raises(DataError, match="its records have the fields text"):
         first_line(settings(place, "dpo"), [{"text": "a"}])
@@ -181,7 +203,11 @@ def test_columns_that_fit_no_form_are_named(place):
         ({"loss_weights": [1.0, 2.0]}, "2 weights for the 1 losses"),
         ({"simpo_gamma": 1.0}, "dpo.simpo_gamma: 1.0 with dpo.loss_type: sigmoid"),
         ({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "dpo.f_divergence_type: 'forward_kl' with"),
-        ({"loss_type": "kto", "precompute_ref_log_probs": True}, "dpo.precompute_ref_log_probs: True with"),
+        ({"loss_type": "orpo", "precompute_ref_log_probs": True}, "dpo.precompute_ref_log_probs: True with"),
+        ({"loss_type": "simpo", "sync_ref_model": True}, "dpo.sync_ref_model: True with dpo.loss_type: simpo"),
+        ({"ref_model_sync_steps": 8}, "dpo.ref_model_sync_steps: 8 without dpo.sync_ref_model"),
+        ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "a table is of one reference"),
+        ({"sync_ref_model": True, "ref_model": "/other"}, "begins as the policy"),
         ({"loss_type": ["sigmoid", "aot"], "use_weighting": True}, "dpo.use_weighting: True with dpo.loss_type: aot"),
         ({"precompute_ref_batch_size": 4}, "without precomputing"),
         ({"f_alpha_divergence_coef": 0.3}, "dpo.f_divergence_type: reverse_kl"),

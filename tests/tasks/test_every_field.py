@@ -247,6 +247,10 @@ SEEN = {
     "dpo.ref_model": "tests/tasks/test_dpo.py::test_the_first_step_of_dpo_has_trls_loss_metrics_and_norm_of_gradient",
     "dpo.precompute_ref_log_probs": "tests/tasks/test_dpo.py::test_step_0_costs_ln_2_whatever_the_reference",
     "dpo.precompute_ref_batch_size": "tests/tasks/test_dpo.py::test_a_table_is_made_once_and_is_the_same_by_any_batch",
+    **{
+        f"dpo.{name}": "tests/tasks/test_references.py::test_a_reference_that_moves_takes_its_share_of_the_policy"
+        for name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    },
     "dpo.disable_dropout": "tests/tasks/test_dpo.py::test_training_is_without_dropout_unless_it_is_asked_for",
     "data.weights": "tests/data/test_build.py::test_weights_and_order_come_from_the_config",
     "data.cache_dir": "tests/data/test_build.py::test_how_sources_are_tokenised_comes_from_the_config",
@@ -274,12 +278,44 @@ SEEN = {
     "test_early_stopping_counts_over_a_resume_and_a_stopped_run_stays_stopped",
     "eval.early_stopping_threshold": "tests/train/test_callbacks.py::"
     "test_early_stopping_waits_for_evaluations_in_a_row_without_a_better_one",
+    **{
+        f"eval.{name}": "tests/tasks/test_held_out_answers.py::test_they_are_those_of_the_models_own_answers"
+        for name in ("metrics", "metric_examples", "max_new_tokens", "num_samples")
+    },
     "eval.sample_prompts": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
     "eval.sample_tokens": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
     "eval.sample_temperature": "tests/tasks/test_pretrain.py::test_prompts_are_continued_when_the_run_ends",
     "logging.trackers": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "logging.level": "tests/train/test_session.py::test_trackers_and_the_level_of_the_console_come_from_the_config",
     "faults.nonfinite": "tests/train/test_faults.py::test_stop_ends_the_run_and_warn_goes_on_without_an_event",
+    **{
+        f"contrastive.{name}": "tests/tasks/test_contrastive.py::test_what_the_section_says_reaches_the_run"
+        for name in ("loss", "equal_texts", "image_field", "label_field", "classes", "templates")
+    },
+    "distill.teacher": "tests/tasks/test_distill.py::test_the_first_step_has_trls_loss_and_norm_of_gradient",
+    **{
+        f"distill.{name}": "tests/tasks/test_distill.py::test_what_the_section_says_reaches_the_loss"
+        for name in ("loss", "beta", "temperature", "ce_weight", "top_k", "tail")
+    },
+    "distill.precompute_teacher": "tests/tasks/test_distill.py::"
+    "test_a_table_is_made_once_and_says_what_the_teacher_says",
+    "distill.precompute_dtype": "tests/tasks/test_distill.py::test_another_teacher_than_that_of_the_table_is_noticed",
+    **{
+        f"distill.{name}": "tests/tasks/test_distill.py::test_a_step_on_the_students_own_completions_scores_these_alone"
+        for name in ("on_policy_fraction", "max_completion_length")
+    },
+    **{
+        f"distill.{name}": "tests/tasks/test_distill.py::test_completions_of_the_teacher_are_drawn_as_the_section_says"
+        for name in ("seq_kd", "sampling_temperature")
+    },
+    **{
+        f"roles.teacher.{name}": "tests/tasks/test_distill.py::test_the_teacher_lies_on_the_mesh_of_its_role"
+        for name in ("devices", "data", "fsdp", "tensor", "expert")
+    },
+    **{
+        f"roles.reference.{name}": "tests/tasks/test_roles.py::test_a_role_lies_where_its_section_says"
+        for name in ("devices", "data", "fsdp", "tensor", "expert")
+    },
     "faults.max_consecutive_skips": "tests/train/test_trainer.py::test_batches_skipped_one_after_the_other_end_the_run",
     "faults.watchdog_minutes": "tests/config/test_ladder.py::test_the_watchdog_sets_the_limits_of_a_step",
     "faults.preemption_signals": "tests/train/test_preemption.py::test_signals_of_the_config_save_and_leave",

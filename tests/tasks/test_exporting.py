@@ -91,7 +91,8 @@ def test_a_disk_that_gets_full_leaves_nothing(loaded, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return read(name)
 
-    read = exporting._reader(loaded[None], {t.key: t for t in tensors_of(loaded[None])}, "float32")
+    tensors = {t.key: t for t in tensors_of(loaded[None])}
+    read = exporting._reader(loaded[None].params, loaded[None].variables, tensors, "float32")
     monkeypatch.setattr(exporting, "_reader", lambda *_: full)
     with pytest.raises(StorageError, match="No space left on device"):
         export(loaded[None], tmp_path / "out")

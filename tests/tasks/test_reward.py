@@ -9,8 +9,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jtrain
+from jtrain import evaluate, generate, load_model
 from jtrain.errors import ConfigError, DataError
+from jtrain.tasks import trainer_of
 from jtrain.train.optimizers import parameter_paths
+from tests.parity.runs import bits
 
 from .preferences import RUNS, first_line, settings, trained, word_model
 
@@ -62,7 +65,7 @@ def test_the_first_step_has_trls_loss_metrics_and_norm_of_gradient(place, golden
     line = first_line(settings(place, "reward", reward=options), rows)
     assert line["loss"] == pytest.approx(golden["loss"], rel=1e-5)
     assert line["grad_norm"] == pytest.approx(golden["grad_norm"], rel=1e-4)
-    for name in ("accuracy", "margin", "mean_reward"):
+    for name in ("accuracy", "margin", "mean_reward", "min_reward", "max_reward"):
         assert line[name] == pytest.approx(golden["metrics"][name], rel=1e-5, abs=1e-5), name
     assert line["tokens"] == golden["metrics"]["num_tokens"]
 
@@ -110,6 +113,7 @@ def test_the_score_is_trained_beside_adapters_and_a_resumed_run_ends_with_the_sa
     shutil.rmtree(place / "run/checkpoints/3")
     resumed = trained(config, PAIRS)
     assert resumed.history.train[0]["loss"] == whole.history.train[2]["loss"]
+    assert bits(resumed.state) == bits(whole.state)
 
 
 def _trained_paths(trainer):
@@ -134,3 +138,18 @@ def test_a_classifier_of_several_labels_is_refused(place):
     save_file(tensors, place / "many/model.safetensors")
     with pytest.raises(ConfigError, match="a classifier with 2 labels"):
         first_line(settings(place, "reward", model={"path": str(place / "many")}), PAIRS)
+
+
+def test_a_reward_model_is_refused_where_a_language_model_is_needed(place):
+    language, reward = str(place / "language"), str(place / "model")
+    remedy = r"num_labels: 1\)[^\n]*\n *Name a language model"
+    for task in ("sft", "dpo"):
+        with pytest.raises(ConfigError, match=rf"model\.path: {reward} is a .*{remedy}"):
+            trainer_of(task)(settings(place, task), train_dataset=PAIRS)
+    config = settings(place, "dpo", model={"path": language}, dpo={"ref_model": reward})
+    with pytest.raises(ConfigError, match=rf"dpo\.ref_model: {reward} is a .*{remedy}"):
+        trained(config, PAIRS)
+    model = load_model(reward)
+    for function, *arguments in ((evaluate, [{"text": "a b"}]), (generate, "a b")):
+        with pytest.raises(ConfigError, match=rf"MODEL is a .*{remedy}"):
+            function(model, *arguments)

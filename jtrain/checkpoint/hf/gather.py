@@ -32,7 +32,7 @@ def tensor_of(tensor: Tensor, params: Mapping[str, jax.Array], variables: Mappin
     parts = [part_of((variables if slot.variable else params)[slot.path], slot, dtype) for slot in tensor.slots]
     joined = tensor.join(tuple(parts))
     del parts
-    return np.ascontiguousarray(joined)
+    return np.ascontiguousarray(joined).reshape(tensor.shape)  # which would else have an axis at least
 
 
 def part_of(array: jax.Array, slot: Slot, dtype: str) -> np.ndarray:

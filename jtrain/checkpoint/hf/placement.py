@@ -169,7 +169,7 @@ def _whole(part: jax.Array, *, dtype: str) -> jax.Array:
 def _update(stack: jax.Array, part: jax.Array, place: jax.Array, *, dtype: str) -> jax.Array:
     """The stack with a part in its place [1, depth]; place -1: this device holds none of it."""
     at, here = jnp.maximum(place[0], 0), place[0, 0] >= 0
-    begin = (*at, *[0] * (stack.ndim - at.size))
+    begin = (*at, *[at.dtype.type(0)] * (stack.ndim - at.size))  # of one type also under x64
     size = ((1,) * at.size) + part.shape[1:]
     old = jax.lax.dynamic_slice(stack, begin, size)
     return jax.lax.dynamic_update_slice(stack, jnp.where(here, part.astype(dtype).reshape(size), old), begin)

@@ -17,6 +17,7 @@ from jtrain.models.families.gpt_oss import GptOss
 from jtrain.models.families.granite import Granite
 from jtrain.models.families.keys import Slot, Tensor
 from jtrain.models.families.llama import Llama
+from jtrain.models.families.llava import Llava
 from jtrain.models.families.mistral import Mistral, Mixtral
 from jtrain.models.families.olmo import Olmo2, Olmoe
 from jtrain.models.families.phi3 import Phi3
@@ -29,6 +30,7 @@ __all__ = ["FAMILIES", "Family", "Slot", "Tensor", "family", "family_of"]
 _ALL: tuple[Family, ...] = (
     Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(), Olmo2(), Granite(), Gemma(), Gemma2(), Gemma3Text(), Gemma3(),
     Phi3(), GPT2(), GPTNeoX(), Mixtral(), Qwen3Moe(), Olmoe(), GptOss(), DeepseekV3(),
+    Llava(),
 )  # fmt: skip
 """In the order in which `family_of` tries them: what most programs can read comes first."""
 

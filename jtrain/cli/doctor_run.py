@@ -11,7 +11,7 @@ from typing import Any
 
 from jtrain.cli.doctor_checks import GIB, Check, probe, size
 from jtrain.cli.doctor_storage import Needs, run_dir
-from jtrain.config.rules import AXES, resolve_mesh
+from jtrain.config.mesh_rules import AXES, resolve_mesh
 from jtrain.config.schema import Config
 from jtrain.errors import ConfigError, DataError
 from jtrain.observe.host_memory import available_memory

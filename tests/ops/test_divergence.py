@@ -159,7 +159,7 @@ def test_a_mesh_changes_nothing(shape, options):
     with on_mesh(*shape):
         got, (found, _) = ours(**options)
     for a, b in zip((*got, *found), (*wanted, *figures), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)  # sums of 64 tokens up to 4 large, in float32
 
 
 @pytest.mark.parametrize("options", [{"beta": 1.5}, {"temperature": 0.0}, {"softcap": -1.0}], ids=str)

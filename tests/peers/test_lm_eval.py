@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 
 import numpy as np
@@ -23,7 +22,6 @@ from tests.peers.make_sft_goldens import WORDS
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1200)]
 
-os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
 COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\nfewshot_split: test\n"
 TASKS = {
     "toy_choice": 'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\n'
@@ -40,10 +38,13 @@ TASKS = {
 def folder(tmp_path_factory):
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("pip install 'jtrain[eval]'")
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
     folder = tmp_path_factory.mktemp("model")
     write_folder(folder)
-    return str(folder)
+    with pytest.MonkeyPatch.context() as patch:  # read by datasets when lm-eval is imported first
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ class Phase(NamedTuple):
 
 
 PHASES = (
-    Phase("init", 1800.0, "imports, the model, and the data: every chunk that is tokenised is a step on"),
+    Phase("init", 1800.0, "imports, the model, and the data: every chunk that is tokenised or scored is a step on"),
     Phase("queue", 14400.0, "another process tokenises the same data, and gets on by itself"),
     Phase("join", 600.0, "the processes find each other", "jax.distributed.initialize", 300.0),
     Phase("restore", 1800.0, "a checkpoint is verified and read"),

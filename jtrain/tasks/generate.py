@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jtrain import progress
 from jtrain.data.tokenizers import Tokenizer
 from jtrain.errors import ConfigError
 from jtrain.models.config import DecoderConfig
@@ -245,6 +246,7 @@ class Generator:
         counted, lengths = 0, np.zeros(len(prompts), int)
         while True:
             new, ended = _on_host(state.ids), np.array(_on_host(state.ended))
+            progress.report()
             for row, text in enumerate(texts):
                 live = new[row, counted:upto]
                 for token in live[live >= 0]:

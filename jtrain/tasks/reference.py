@@ -21,6 +21,7 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from jtrain import progress
 from jtrain.checkpoint import arrays, files, layout
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.checkpoint.parameters import load_parameters
@@ -265,6 +266,7 @@ def compute_table(
         for index in range(-(-len(rows) // size)):
             logps = {name: x[0] for name, x in reference(loader[index]).items()}
             found.append(multihost_utils.process_allgather(logps, tiled=True))
+            progress.report()
     return {name: np.concatenate([part[name] for part in found])[: len(rows)] for name in found[0]}
 
 

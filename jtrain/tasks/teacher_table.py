@@ -22,6 +22,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jtrain import progress
 from jtrain.checkpoint import files, peers
 from jtrain.data.cache import cache_folder, locked, publish, storage, temporary
 from jtrain.data.loader import DataLoader
@@ -230,6 +231,7 @@ def make_table(
                 for index in range(-(-len(rows) // size)):
                     found = {name: x[0] for name, x in score(loader[index]).items()}
                     host = multihost_utils.process_allgather(found, tiled=True)
+                    progress.report()
                     numbers = np.arange(index * size, min((index + 1) * size, len(rows)))
                     if mine:
                         _write(made, files, host, targets_of(rows.rows(numbers)["labels"]), first[numbers[0]], dtype)

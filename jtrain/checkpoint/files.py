@@ -27,6 +27,9 @@ _TEXTS = {
     errno.EIO: ("input/output error", "stale file handle"),
 }
 
+_STORE_PACKAGES = ("gcsfs", "s3fs", "botocore", "aiobotocore", "aiohttp")
+"""They have error classes of their own."""
+
 
 def is_local(path: epath.Path) -> bool:
     """Whether the path lies in a file system of this machine (also a mounted one)."""
@@ -84,12 +87,17 @@ def walk(folder: epath.Path) -> Iterator[str]:
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Moves a folder: one atomic rename on a local file system."""
+    """Moves a folder: one atomic rename on a local file system; a store copies its objects and then removes them."""
+    if not is_local(source):
+        import fsspec
+
+        store, name = fsspec.core.url_to_fs(os.fspath(source))
+        store.mv(name, store._strip_protocol(os.fspath(target)), recursive=True)
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     source.rename(target)
-    if is_local(source):
-        sync(source.parent)
-        sync(target.parent)
+    sync(source.parent)
+    sync(target.parent)
 
 
 def remove_tree(path: epath.Path) -> None:
@@ -113,6 +121,8 @@ def storage_errno(error: BaseException | None) -> int | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             return error.errno
+        if type(error).__module__.partition(".")[0] in _STORE_PACKAGES:
+            return errno.EIO
         text = str(error).lower()
         for number, phrases in _TEXTS.items():
             if any(phrase in text for phrase in phrases):

@@ -151,8 +151,7 @@ def check_files(folder: epath.Path, manifest: Manifest, names: Sequence[str] | N
     names = sorted(manifest.files) if names is None else names
     for name in names:
         path = folder / name
-        if name.startswith("/") or ".." in name.split("/") or _is_linked(folder, name):
-            raise DamagedCheckpoint(folder.name, name, "points out of the checkpoint")
+        check_inside(folder, name)
         try:
             size = path.stat().length
         except FileNotFoundError as error:
@@ -162,6 +161,16 @@ def check_files(folder: epath.Path, manifest: Manifest, names: Sequence[str] | N
     for name, record in hash_files(folder, names).items():
         if record != manifest.files[name]:
             raise DamagedCheckpoint(folder.name, name, "hash differs")
+
+
+def check_inside(folder: epath.Path, name: str) -> None:
+    """Sees that a name of a manifest stays in the step's folder.
+
+    Raises:
+      DamagedCheckpoint: it leads out of it, by itself or by a link.
+    """
+    if name.startswith("/") or ".." in name.split("/") or _is_linked(folder, name):
+        raise DamagedCheckpoint(folder.name, name, "points out of the checkpoint")
 
 
 def _is_linked(folder: epath.Path, name: str) -> bool:

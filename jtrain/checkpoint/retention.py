@@ -1,10 +1,14 @@
-"""Which checkpoints stay."""
+"""Which checkpoints stay, and how the others go."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from typing import Literal
+
+from etils import epath
+
+from jtrain.checkpoint import files, layout
 
 Mode = Literal["min", "max"]
 
@@ -37,3 +41,15 @@ def surplus_steps(
             break
         keep.add(step)
     return sorted(set(metrics) - keep)
+
+
+def remove_step(root: epath.Path, step: str) -> None:
+    """Deletes a step such that a crash leaves no half of it."""
+    folder = root / step
+    if files.is_local(folder):
+        trash = layout.unused_path(root / layout.TRASH, step)
+        files.move(folder, trash)
+        folder = trash
+    else:  # no atomic rename there; without its manifest a step does not exist
+        (folder / layout.MANIFEST).unlink(missing_ok=True)
+    files.remove_tree(folder)

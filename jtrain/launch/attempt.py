@@ -14,6 +14,7 @@ from jtrain.errors import Exit
 from jtrain.launch.first_error import FirstError, Report
 from jtrain.launch.gang import Gang, Member, Worker
 from jtrain.launch.restarts import UNREACHABLE, End, Kind, kind_of
+from jtrain.progress import PULSE_SECONDS
 
 POLL_SECONDS = 0.1
 
@@ -27,6 +28,7 @@ class Limits:
       silence: without a word of a process that spoke before.
       last_words: from the first end in the gang to the kill of the others, so that their errors arrive; a third of it
         after a signal, which leaves little to tell.
+      speechless: when all others have been silent for so long, nobody waits for their last words: they are stopped.
       preemption: from SIGTERM to the kill.
       stacks: from the request for stacks to the kill of a gang that hangs.
     """
@@ -34,6 +36,7 @@ class Limits:
     phases: Mapping[str, float]
     silence: float = SILENCE_SECONDS
     last_words: float = 30.0
+    speechless: float = 3 * PULSE_SECONDS
     preemption: float = PREEMPTION_SECONDS
     stacks: float = 2.0
 
@@ -178,8 +181,10 @@ class Attempt:
     def _is_over(self, gang: Gang) -> bool:
         """Whether what is left of the gang has to be killed now."""
         now, limits = self._clock(), self._limits
-        if self._kill_at is not None and now > self._kill_at:
-            return True
+        if self._kill_at is not None:
+            silent = all(member.spoke and member.silent_for(now) > limits.speechless for member in gang.alive)
+            if now > self._kill_at or silent:
+                return True
         if self._told_to_leave is not None and now - self._told_to_leave > limits.preemption:
             self._say(f"not gone {limits.preemption:g} s after SIGTERM: killed")
             self._errors.note(Report(None, "", f"still there {limits.preemption:g} s after SIGTERM"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jtrain.config.schema import Config
+    from jtrain.train.trainer import Trainer
 
 TRAINERS = {
     "pretrain": "pretrain:PretrainTrainer",
@@ -25,8 +27,12 @@ def trainer_of(task: str) -> Any:
     return getattr(importlib.import_module(f"jtrain.tasks.{module}"), name)
 
 
-def run(config: Config) -> int:
+def run(config: Config, *, watched: Callable[[Trainer], None] = lambda trainer: None) -> int:
     """Runs the task that the config names, to its end.
+
+    Args:
+      config: the run's.
+      watched: gets the trainer before it begins.
 
     Returns:
       The program's exit code, 0.
@@ -43,6 +49,7 @@ def run(config: Config) -> int:
         processes.start(config)
         check_run_dir(config)  # now, not when the data has been tokenised
         trainer = trainer_of(config.task)(config)
+        watched(trainer)
         try:
             trainer.fit()
         except Preempted:

@@ -8,6 +8,7 @@ usage: linear_run.py ARGS... . The fault is in the environment: FAULT="what@wher
 
 LIMITS="step=4,restore=6": limits of the watchdog, in seconds. SLOW: seconds that an update takes. ROOM: MiB of memory
 that seem to be left at the start. FAULT_RANK: the process that has the fault; all that have the variable, by default.
+LEDGER: the folder of a ledger of rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jtrain.data.arrays import as_rows
 from jtrain.observe.host_memory import host_memory
 from jtrain.train import beside, watchdog
 from jtrain.train.callbacks import Callback
+from jtrain.train.row_ledger import RowLedger
 from jtrain.train.session import Session
 from jtrain.train.trainer import Trainer
 from tests.train.fits import BATCH, examples, squared_error
@@ -106,11 +108,14 @@ def trainer_of(task: str) -> Any:
     def build(config: Any) -> Trainer:
         if where == "init":
             strike(what)
-        rows = Rows(what, int(number)) if where == "data" else as_rows(examples(), seed=None)
+        seed = config.seed if config.data.shuffle else None
+        rows = Rows(what, int(number)) if where == "data" else as_rows(examples(), seed=seed)
         fault = Fault(what, where, int(number or 0))
         trainer = Trainer(
             config, model=Linear, loss_fn=squared_error, train_data=rows, eval_data=examples(11, 1), callbacks=[fault]
         )
+        if ledger := os.environ.get("LEDGER"):
+            RowLedger(ledger).attach(trainer)
         if where == "compile":
             before(trainer.train_step, "compile", what)
         if where == "eval":

@@ -140,6 +140,16 @@ def test_a_stopped_process_falls_silent_and_is_killed(tmp_path):
     assert "silent for" in outcome.first.text
 
 
+def test_h1_the_last_words_of_a_stopped_process_are_not_waited_for():
+    limits = Limits({}, silence=60.0, last_words=60.0, speechless=0.5)
+    stopped, other = (
+        "at(1); meet(2); os.kill(os.getpid(), signal.SIGSTOP)",
+        "at(1); meet(2); say('error: hung'); exit(13)",
+    )
+    outcome, _, _ = attempt(stopped, other, limits=limits)
+    assert outcome.code == 13 and outcome.first.rank == 1 and outcome.seconds < 30
+
+
 @pytest.mark.parametrize("codes, expected", [((10, 10), 10), pytest.param((10, 11), 11, marks=pytest.mark.faults)])
 def test_sigterm_is_passed_on_and_the_code_is_that_of_the_run(codes, expected):
     scripts = [f"saves_on_sigterm({code}); at(5, durable=5); meet(2); time.sleep(60)" for code in codes]

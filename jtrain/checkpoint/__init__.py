@@ -1,4 +1,4 @@
-"""Checkpoints: save, restore, integrity, retention, the lock of a run directory.
+"""Checkpoints: save, restore, integrity, retention, the lease of a run directory.
 
 Here, and nowhere else, Orbax is used.
 """
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.checkpoints import Checkpoints
-    from jtrain.checkpoint.lock import RunLock
+    from jtrain.checkpoint.lease import RunLease
     from jtrain.checkpoint.manifest import DamagedCheckpoint
     from jtrain.checkpoint.parameters import load_parameters
     from jtrain.checkpoint.run_dir import RunDir, open_run_dir
 
-__all__ = ["Checkpoints", "DamagedCheckpoint", "RunDir", "RunLock", "load_parameters", "open_run_dir"]
+__all__ = ["Checkpoints", "DamagedCheckpoint", "RunDir", "RunLease", "load_parameters", "open_run_dir"]
 
 _MODULES = {
     "Checkpoints": "checkpoints",
     "DamagedCheckpoint": "manifest",
     "RunDir": "run_dir",
-    "RunLock": "lock",
+    "RunLease": "lease",
     "load_parameters": "parameters",
     "open_run_dir": "run_dir",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # The lock and the run directory are opened before jax and Orbax are needed.
+    # The lease and the run directory are opened before jax and Orbax are needed.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,8 +1,8 @@
 """Checkpoints of a run: asynchronous saves that count only when they are durable, and restores that are verified.
 
-A save goes through four hands. `save()` copies the arrays to the host and returns. Orbax' thread writes them to a
-temporary folder and renames it. The finisher (a thread here) waits for that, syncs, hashes every file and writes the
-manifest, and only with that the step exists. Then retention removes what is surplus, by rename and then delete.
+A save goes through four hands. `save()` copies the arrays to the host and returns. Orbax' thread writes them into a
+folder aside. The finisher (a thread here) waits for that, syncs, hashes every file, writes the manifest and renames the
+folder, and only with that the step exists. Then retention removes what is surplus, by rename and then delete.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jtrain import progress
 from jtrain.checkpoint import arrays, files, layout, peers
+from jtrain.checkpoint.backup import Backup, Kept
 from jtrain.checkpoint.failures import Failure, describe, unpack
 from jtrain.checkpoint.finish import Save, finish
+from jtrain.checkpoint.lease import RunLease
 from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, check_files, read_manifest
-from jtrain.checkpoint.retention import Mode, best_steps, surplus_steps
-from jtrain.errors import CheckpointError, StorageError
+from jtrain.checkpoint.retention import Mode, best_steps, remove_step, surplus_steps
+from jtrain.checkpoint.run_dir import read_run_id
+from jtrain.errors import CheckpointError, ConfigError, StorageError
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -47,6 +51,8 @@ class Checkpoints:
         `durable` and `save_failed` come from a background thread.
       max_save_failures: failed saves in a row that are retried at the next save; one more ends the run.
       read_only: leaves everything as it is: nothing is swept or moved away, and `save` is refused.
+      lease: what the run holds its directory with. Without it nothing keeps a second run from saving here.
+      backup: the second place of the run: `open_backup`.
 
     Raises:
       StorageError: the folder can't be made, or what a killed run left there can't be cleared.
@@ -65,6 +71,8 @@ class Checkpoints:
         on_event: OnEvent | None = None,
         max_save_failures: int = 3,
         read_only: bool = False,
+        lease: RunLease | None = None,
+        backup: Backup | None = None,
     ):
         self.run_dir = layout.run_path(run_dir)
         self.root = layout.checkpoints_root(self.run_dir)
@@ -74,6 +82,12 @@ class Checkpoints:
         self._on_event = on_event
         self._max_save_failures = max_save_failures
         self._read_only = read_only
+        self._lease = lease
+        self._backup = None if read_only else backup
+        if self._backup is not None:
+            kept = Kept(save_total_limit, keep_best, best_metric, best_mode)
+            self._backup.start(self._emit, kept, self._check_lease)
+        self._run_id = read_run_id(self.run_dir) if lease is not None else None
         self._orbax: ocp.AsyncCheckpointer | None = None
         self._current: Save | None = None
         self._failures = 0
@@ -125,6 +139,33 @@ class Checkpoints:
 
     # Saving
 
+    def check_room(self, state: Any) -> None:
+        """Sees, before the first update, that there is room for a checkpoint; warns when there is none for all kept.
+
+        Args:
+          state: the arrays that will be saved, or their shapes.
+
+        Raises:
+          StorageError: not even one fits.
+        """
+        failure: Failure | None = None
+        if peers.index() == 0:
+            try:
+                size = arrays.size_bytes(arrays.flatten(state).values())
+                self._check_room(size, "a checkpoint")
+                kept, free = self._limit, files.free_bytes(self.run_dir)
+                more = 0 if kept is None else kept + 1 - len(self.steps())
+                if free is not None and free < more * size:
+                    log.warning(
+                        "%s: the %s checkpoints that are kept, and one that is being written, need %s bytes more, %s "
+                        "are free", self.root, kept, f"{more * size:,}", f"{free:,}",
+                    )  # fmt: skip
+            except (OSError, StorageError) as error:
+                failure = describe(error, self.root, "can't be looked at")
+        failure = unpack(peers.exchange("checkpoint_room", None if failure is None else failure.pack())[0])
+        if failure is not None:
+            raise failure.error()
+
     def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
         """Begins a save; returns when the arrays are copied, so that `state` may be donated.
 
@@ -142,6 +183,7 @@ class Checkpoints:
         Raises:
           StorageError: the disk can't be written at all, or saves failed too often in a row.
           PeerLostError: another process did not answer.
+          TakenOver: another run holds the directory.
         """
         if self._read_only:
             raise RuntimeError("these checkpoints were opened read-only")
@@ -149,7 +191,10 @@ class Checkpoints:
         if step in self._own and step in layout.finished_steps(self.root):
             return False
         flat = arrays.flatten(state)
-        save = Save(step, self.root / str(step), arrays.records(flat), dict(metrics or {}))
+        target, token = self.root / str(step), 0 if self._lease is None else self._lease.token
+        save = Save(
+            step, layout.saving_path(self.root, step, token), target, arrays.records(flat), dict(metrics or {})
+        )
         meta = json.loads(json.dumps(meta))  # a copy: it is written later
         self._prepare(save, arrays.size_bytes(flat.values()))
         if save.failure is None:
@@ -172,7 +217,7 @@ class Checkpoints:
         """Tells of failures in the background; costs nothing. The loop calls it at every step.
 
         Raises:
-          StorageError, PeerLostError: as `save`.
+          StorageError, PeerLostError, TakenOver: as `save`.
         """
         self._settle(block=False)
 
@@ -185,11 +230,27 @@ class Checkpoints:
         """
         self._settle(block=True, tolerate=False)
 
+    def wait_for_backup(self, seconds_left: Callable[[], float | None] = lambda: None) -> None:
+        """Waits until the second place has what it is to have, or can't get it. On all processes alike.
+
+        Args:
+          seconds_left: how long it may still take; None: as long as the copy moves. Process 0's counts.
+        """
+        done = self._backup is None
+        while not done:
+            assert self._backup is not None
+            done = bool(peers.exchange("backup_done", peers.index() == 0 and self._backup.wait(seconds_left()))[0])
+            progress.report()
+
     def close(self) -> None:
-        """Waits, and ends Orbax' threads."""
+        """Waits until the last save is durable, and a few seconds for its copy; ends the threads."""
         try:
             self.wait()
         finally:
+            if self._backup is not None:
+                self._backup.close()
+                if peers.index() == 0:
+                    self._retain()  # what a copy still needed
             if self._orbax is not None:
                 self._orbax.close()
                 self._orbax = None
@@ -224,8 +285,9 @@ class Checkpoints:
         """
         self._settle(block=True)
         wanted = arrays.flatten(abstract_state)
-        candidates = layout.finished_steps(self.root) if peers.index() == 0 else None
-        candidates = peers.exchange("restore_candidates", candidates)[0]
+        here, there = self._candidates() if peers.index() == 0 else ([], [])
+        here, there = peers.exchange("restore_candidates", [here, there])[0]
+        candidates = sorted({*here, *there})
         if step is not None:
             candidates = [step] if step in candidates else []
         if not candidates:
@@ -233,11 +295,14 @@ class Checkpoints:
             raise CheckpointError(f"{self.root} holds {what}", f"steps there: {self.steps() or 'none'}")
         damaged: list[DamagedCheckpoint] = []
         for candidate in reversed(candidates):
-            damage = self._damage(candidate)
-            if damage is None:
+            damage = self._damage(candidate) if candidate in here else None
+            if candidate in here and damage is None:
                 return self._read(candidate, abstract_state, wanted, damaged, optional)
-            log.error("%s", damage.message)
-            damaged.append(damage)
+            if damage is not None:
+                log.error("%s", damage.message)
+                damaged.append(damage)
+            if candidate in there and self._brought_back(candidate, damage, damaged):
+                return self._read(candidate, abstract_state, wanted, damaged, optional)
         if step is not None:
             raise damaged[0]
         raise CheckpointError(
@@ -283,6 +348,8 @@ class Checkpoints:
         restored = wanted | arrays.read_arrays(folder / "state", present, partial=bool(left_out))
         self._own = {own for own in self._own if own < step} | {step}
         self._durable_step = step
+        if self._backup is not None:
+            self._backup.goes_on_from(step)
         return arrays.unflatten(abstract_state, restored), meta, step
 
     def _damage(self, step: int) -> DamagedCheckpoint | None:
@@ -299,6 +366,31 @@ class Checkpoints:
         found = next((answer for answer in peers.exchange("verified", found) if answer is not None), None)
         return None if found is None else DamagedCheckpoint(str(step), *found)
 
+    def _candidates(self) -> tuple[list[int], list[int]]:
+        """Steps here, and in the second place where there is one that answers."""
+        there: list[int] = []
+        if self._backup is not None:
+            try:
+                there = self._backup.steps()
+            except Exception as error:  # whatever a store raises
+                log.warning("%s can't be listed: %s: %s", self._backup.place, type(error).__name__, error)
+        return layout.finished_steps(self.root), there
+
+    def _brought_back(self, step: int, damage: DamagedCheckpoint | None, damaged: list[DamagedCheckpoint]) -> bool:
+        """Puts the copy of a step in the place of one that is damaged, or gone; whether it is intact itself."""
+        assert self._backup is not None
+        why = "it is gone here" if damage is None else f"{damage.file} is damaged here: {damage.reason}"
+        try:
+            self._backup.fetch(step, why, lambda: damage and self._quarantine(damage))
+        except DamagedCheckpoint as error:
+            log.error("the copy, too: %s", error.message)
+            if damage is None:
+                damaged.append(error)
+            return False
+        if damage is not None:
+            damaged.remove(damage)
+        return True
+
     def _quarantine(self, damage: DamagedCheckpoint) -> None:
         target = layout.unused_path(self.root / layout.QUARANTINE, damage.step)
         files.move(self.root / damage.step, target)
@@ -311,25 +403,45 @@ class Checkpoints:
         """Looks before the leap, on process 0: once Orbax has begun, the other processes wait in its barriers."""
         if peers.index() == 0:
             try:
-                if not self.run_dir.exists():
-                    raise StorageError(f"{self.run_dir} is gone", "the run directory was removed under the run")
+                self._check_run_dir()
+                self._check_lease()
                 self.root.mkdir(exist_ok=True)
                 # Also those between the step that this run went back to and the one that it saves now.
                 self.supersede(min(save.step - 1, max(self._own, default=save.step)))
-                for leftover in [*layout.temporaries(self.root), save.folder]:
+                for leftover in [*layout.temporaries(self.root), save.target]:
                     files.remove_tree(leftover)
-                free = files.free_bytes(self.root)
-                if free is not None and free < size:
-                    message = f"{self.root}: step {save.step} needs {size:,} bytes, {free:,} are free"
-                    raise StorageError(message, "free space there, or lower checkpoint.save_total_limit")
-            except (OSError, StorageError) as error:
-                save.failure = describe(error, save.folder, "can't save")
+                self._check_room(size, f"step {save.step}")
+                save.folder.parent.mkdir(exist_ok=True)
+            except (OSError, ConfigError, StorageError) as error:
+                save.failure = describe(error, save.target, "can't save")
         failure = None if save.failure is None else save.failure.pack()
         save.failure = unpack(peers.exchange("checkpoint_prepared", failure)[0])
 
+    def _check_run_dir(self) -> None:
+        """Sees that the run directory is there, and still this run's: what was removed is not made anew."""
+        if not self.run_dir.exists():
+            raise StorageError(f"{self.run_dir} is gone", "the run directory was removed under the run")
+        if self._run_id is not None and read_run_id(self.run_dir) != self._run_id:
+            raise StorageError(
+                f"{self.run_dir} is no longer the directory of this run (run_id {self._run_id})",
+                "it was removed or replaced under the run; bring it back, or start the run again",
+            )
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _check_room(self, size: int, what: str) -> None:
+        free = files.free_bytes(self.root if self.root.exists() else self.run_dir)
+        if free is not None and free < size:
+            raise StorageError(
+                f"{self.root}: {what} needs {size:,} bytes, {free:,} are free",
+                "free space there, or lower checkpoint.save_total_limit",
+            )
+
     def _finish(self, save: Save) -> None:
         """The finisher's thread. What fails behind `durable` (an event, retention) must not undo it."""
-        finish(save, self._checkpointer().wait_until_finished)
+        finish(save, self._checkpointer().wait_until_finished, self._check_lease)
         try:
             if save.failure is not None:
                 log.warning("checkpoint step %s was not saved: %s", save.step, save.failure.message)
@@ -341,6 +453,8 @@ class Checkpoints:
                 self._manifests[save.step] = save.manifest
                 seconds = time.monotonic() - save.started
                 self._emit("durable", step=save.step, seconds=seconds, bytes=save.manifest.size)
+                if self._backup is not None:
+                    self._backup.offer(save.manifest)
                 self._retain()
         except Exception:
             log.exception("%s: after the save of step %s", self.root, save.step)
@@ -352,6 +466,8 @@ class Checkpoints:
           block: whether to wait for it.
           tolerate: whether a failure that the next save may mend is passed over.
         """
+        if self._lease is not None and self._lease.lost:
+            raise self._lease.error()
         save = self._current
         if save is not None and save.thread is not None:
             if save.thread.is_alive() and not block:
@@ -367,22 +483,14 @@ class Checkpoints:
 
     def _retain(self) -> None:
         for step in surplus_steps(self._metrics(), self._limit, self._keep_best, self._best_mode):
-            self._manifests.pop(step, None)
-            self._remove(self.root / str(step))
-
-    def _remove(self, folder: epath.Path) -> None:
-        """Deletes a step such that a crash leaves no half of it."""
-        if files.is_local(folder):
-            trash = layout.unused_path(self.root / layout.TRASH, folder.name)
-            files.move(folder, trash)
-            folder = trash
-        else:  # no atomic rename there; without its manifest a step does not exist
-            (folder / layout.MANIFEST).unlink(missing_ok=True)
-        files.remove_tree(folder)
+            if self._backup is None or not self._backup.needs(step):  # then the next time
+                self._manifests.pop(step, None)
+                remove_step(self.root, str(step))
 
     def _sweep(self) -> None:
         """Clears what a run that was killed has left behind."""
-        files.remove_tree(self.root / layout.TRASH)
+        for name in (layout.TRASH, layout.FETCHED):
+            files.remove_tree(self.root / name)
         for folder in layout.temporaries(self.root):
             files.remove_tree(folder)
         for folder in layout.unfinished_steps(self.root):

@@ -46,7 +46,8 @@ def unpack(packed: dict[str, Any] | None) -> Failure | None:
 def describe(error: BaseException, path: epath.Path, doing: str) -> Failure:
     """Gives an exception its class, path and remedy. A full or broken disk is a StorageError, whoever noticed it."""
     if isinstance(error, JtrainError):
-        kind = type(error).__name__
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        kind = next((kind for kind in kinds if kind in _KINDS), kinds[0])
         return Failure(kind, error.message, error.remedy, lasting=not isinstance(error, StorageError))
     number = files.storage_errno(error)
     if number is not None:

@@ -1,7 +1,7 @@
 """The second half of a save, in the background: from "Orbax has renamed" to "the step exists".
 
 Every process runs it for every save and tells the others at three points, so that all agree on the outcome: did every
-process write its part; what are the hashes (each process reads a share of the files); is the manifest on the disk.
+process write its part; what are the hashes (each process reads a share of the files); is the step where it belongs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Save:
     """One save on its way.
 
     Attributes:
-      folder: RUN/checkpoints/<step>.
+      folder: where it is written.
+      target: RUN/checkpoints/<step>; on an object store the same.
       arrays: what it holds.
       started: `time.monotonic()` when `save` was called.
       failure: what went wrong; after `thread` has ended it is the same on every process.
@@ -33,6 +34,7 @@ class Save:
 
     step: int
     folder: epath.Path
+    target: epath.Path
     arrays: dict[str, ArrayRecord]
     metrics: dict[str, float]
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -41,26 +43,51 @@ class Save:
     thread: threading.Thread | None = None
 
 
-def finish(save: Save, wait_for_orbax: Callable[[], None]) -> None:
-    """Makes a save durable, or gives it a failure and removes what it left behind."""
+def finish(save: Save, wait_for_orbax: Callable[[], None], check_lease: Callable[[], None]) -> None:
+    """Makes a save durable, or gives it a failure and removes what it left behind.
+
+    Args:
+      check_lease: raises when this run may write no longer; called on process 0, last before the step begins to exist.
+    """
     try:
         if save.failure is None:
             try:
                 wait_for_orbax()
             except Exception as error:
                 save.failure = describe(error, save.folder, "can't save")
+        _check(save, check_lease)
         _agree("written", save)
         if save.failure is None:
-            _hash_and_seal(save)
+            _hash_and_seal(save, check_lease)
     except Exception as error:  # a peer that is lost, or a bug: nobody else would see it in this thread
         save.failure = save.failure or describe(error, save.folder, "can't save")
-    if save.failure is not None and peers.index() == 0:
+    if peers.index() == 0:
+        with contextlib.suppress(OSError):  # a read-only disk; the next start sweeps
+            _clear(save)
+
+
+def _clear(save: Save) -> None:
+    """Removes what is no step: of a save that failed, and the folder of its own that it was written in."""
+    if save.folder != save.target:
+        files.remove_tree(save.folder.parent)
+    elif save.failure is not None and save.failure.kind != "ConfigError":  # taken over: it may be the other run's
         for leftover in [*layout.temporaries(save.folder.parent), save.folder]:
-            with contextlib.suppress(OSError):  # a read-only disk; the next start sweeps
-                files.remove_tree(leftover)
+            files.remove_tree(leftover)
 
 
-def _hash_and_seal(save: Save) -> None:
+def _check(save: Save, check_lease: Callable[[], None]) -> bool:
+    """Whether this process may go on to write; a lease that is lost outweighs every failure that it has caused."""
+    if peers.index() == 0:
+        try:
+            check_lease()
+        except Exception as error:
+            failure = describe(error, save.target, "can't see whether the run directory is still this run's")
+            if save.failure is None or failure.kind == "ConfigError":
+                save.failure = failure
+    return save.failure is None
+
+
+def _hash_and_seal(save: Save, check_lease: Callable[[], None]) -> None:
     names = None
     try:
         if peers.index() == 0:
@@ -78,14 +105,18 @@ def _hash_and_seal(save: Save) -> None:
     _agree("hashed", save)
     if save.failure is not None:
         return
-    if peers.index() == 0:
+    if peers.index() == 0 and _check(save, check_lease):
         merged = {name: (size, digest) for share in shares for name, (size, digest) in share.items()}
         manifest = new_manifest(save.step, merged, save.arrays, save.metrics)
         try:
             write_manifest(save.folder, manifest)
-            save.manifest = manifest
+            if save.folder == save.target:
+                save.manifest = manifest
+            elif _check(save, check_lease):
+                files.move(save.folder, save.target)
+                save.manifest = manifest
         except OSError as error:
-            save.failure = describe(error, save.folder, "can't write the manifest")
+            save.failure = describe(error, save.target, "can't write the manifest")
     _agree("sealed", save)
 
 

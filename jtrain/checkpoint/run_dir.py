@@ -61,6 +61,18 @@ def open_run_dir(path: epath.PathLike) -> RunDir:
     return RunDir(path=folder, run_id=answer["run_id"], new=answer["new"])
 
 
+def read_run_id(path: epath.PathLike) -> str | None:
+    """The identity that stands in a run directory; None: there is none, or no directory.
+
+    Raises:
+      OSError: it can't be read.
+    """
+    try:
+        return str(json.loads((epath.Path(path) / _IDENTITY).read_text())["run_id"])
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        return None
+
+
 def _open(folder: epath.Path) -> tuple[str, bool]:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run_dir={str(folder)!r} is a file", "give the name of a folder; it is made when absent")

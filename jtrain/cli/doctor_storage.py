@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -176,14 +175,11 @@ def nearest_folder(path: str) -> tuple[Path | None, bool]:
 
 def lock_owner(run: Path) -> str | None:
     """Who holds a run directory; None: nobody does."""
-    with contextlib.suppress(OSError), (run / ".lock").open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with contextlib.suppress(ValueError, KeyError):
-                owner = json.loads(file.read())
-                return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
-            return "another process"
+    from jtrain.checkpoint.lease import holder_of
+
+    with contextlib.suppress(OSError):
+        holder = holder_of(run)
+        return None if holder is None else str(holder)
     return None
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,11 @@ from etils import epath
 from jtrain.errors import StorageError
 from jtrain.redaction import redact
 
+log = logging.getLogger(__name__)
 REMOTE_FLUSH_SECONDS = 30.0
 """An object store can't append: there the whole file is written again, at most this often, and at the close."""
+
+_MOST_WAITING = 100_000
 
 
 class JsonLines:
@@ -27,11 +33,13 @@ class JsonLines:
     On a POSIX file system each line is one `write` to a file opened for appending, so a crash loses at most the line
     being written. A torn last line that such a crash left is cut at the start.
 
+    Once the file is open nothing that the disk or the store does ends the run: lines wait until they can be written.
+
     Args:
       path: a path or a URL; its folder must exist.
 
     Raises:
-      StorageError: the file can't be opened or written.
+      StorageError: the file can't be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -39,6 +47,8 @@ class JsonLines:
         self._lock = threading.Lock()
         self._remote: list[str] | None = None
         self._file: int | None = None
+        self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
+        self._told = False
         self._flushed = time.monotonic()
         try:
             if "://" in os.fspath(self.path):
@@ -52,29 +62,23 @@ class JsonLines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line. NaN and infinity become null, numpy and JAX scalars numbers, secrets `***`."""
         line = json.dumps(redact(_plain(record)), allow_nan=False) + "\n"
-        try:
-            with self._lock:
-                if self._file is not None:
-                    data = memoryview(line.encode())
-                    while data:
-                        data = data[os.write(self._file, data) :]
-                elif self._remote is not None:
-                    self._remote.append(line)
-                    if time.monotonic() - self._flushed >= REMOTE_FLUSH_SECONDS:
-                        self._write_remote()
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
+        with self._lock:
+            if self._file is not None:
+                self._waiting.append(line)
+                self._guarded(self._write_waiting)
+            elif self._remote is not None:
+                self._remote.append(line)
+                if time.monotonic() - self._flushed >= REMOTE_FLUSH_SECONDS:
+                    self._guarded(self._write_remote)
 
     def flush(self) -> None:
-        """Makes the lines so far durable."""
-        try:
-            with self._lock:
-                if self._file is not None:
-                    os.fsync(self._file)
-                elif self._remote is not None:
-                    self._write_remote()
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
+        """Makes the lines so far durable, where that can be done."""
+        with self._lock:
+            if self._file is not None:
+                self._guarded(self._write_waiting)
+                self._guarded(os.fsync, self._file)
+            elif self._remote is not None:
+                self._guarded(self._write_remote)
 
     def close(self) -> None:
         """Flushes and closes; a line appended after this is dropped. May be called twice."""
@@ -82,13 +86,39 @@ class JsonLines:
             return
         self.flush()
         with self._lock:
+            if self._waiting:
+                log.warning("%s: %d lines could not be written and are lost", self.path, len(self._waiting))
             if self._file is not None:
                 os.close(self._file)
             self._file = self._remote = None
 
+    def _guarded(self, write: Callable[..., object], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+            self._told = False
+        except Exception as error:  # stores have errors of their own
+            if not self._told:
+                log.warning("%s can't be written: %s; the run goes on, and its lines wait", self.path, error)
+            self._told = True
+
+    def _write_waiting(self) -> None:
+        if not self._waiting:
+            return
+        assert self._file is not None
+        before = os.fstat(self._file).st_size
+        try:
+            data = memoryview("".join(self._waiting).encode())
+            while data:
+                data = data[os.write(self._file, data) :]
+            self._waiting.clear()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, before)  # half a line
+            raise
+
     def _write_remote(self) -> None:
-        self.path.write_text("".join(self._remote or ()))
         self._flushed = time.monotonic()
+        self.path.write_text("".join(self._remote or ()))
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

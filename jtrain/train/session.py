@@ -1,4 +1,4 @@
-"""A run's directory while it is open: lock, logs, trackers, checkpoints, and what may change on resume."""
+"""A run's directory while it is open: lease, logs, trackers, checkpoints, and what may change on resume."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from etils import epath
 import jtrain
 from jtrain import progress
 from jtrain.checkpoint import peers
+from jtrain.checkpoint.backup import Backup, open_backup
 from jtrain.checkpoint.checkpoints import Checkpoints
-from jtrain.checkpoint.lock import RunLock
+from jtrain.checkpoint.lease import RunLease
 from jtrain.checkpoint.manifest import DamagedCheckpoint
 from jtrain.checkpoint.run_dir import open_run_dir
 from jtrain.config.differences import Difference, differences, may_be_filled_in
@@ -53,7 +55,7 @@ class Session:
         self.past = Past()
         self._last_save = time.monotonic()
         self.checkpoints: Checkpoints | None = None
-        self._lock: RunLock | None = None
+        self._lease: RunLease | None = None
         self._metrics: MetricsLog | None = None
         self._events: Events | None = None
         self._trackers: Trackers | None = None
@@ -69,8 +71,10 @@ class Session:
     def _open(self, config: Config) -> None:
         run = open_run_dir(config.run_dir)
         _check_stop(run.path)
-        self._lock = RunLock(run.path, run.run_id)
-        self._lock.acquire()
+        backup = open_backup(config.checkpoint.backup, run)
+        self._lease = RunLease(run.path, run.run_id if backup is None else backup.run_id)
+        self._lease.acquire()
+        _bring_back(config, backup)
         if is_main():  # the events first: opening the checkpoints may have something to tell
             self._events = Events(run.path)
             self.past = read_past(read_events(run.path))
@@ -87,6 +91,8 @@ class Session:
             best_mode=section.best_mode,
             async_save=section.async_save,
             on_event=self.emit,
+            lease=self._lease,
+            backup=backup,
         )
         _check_fresh(config, self.checkpoints)
 
@@ -158,14 +164,14 @@ class Session:
         if event in ("durable", "resume"):
             step = (fields or {})["step"]
             progress.report(durable=step, step=step if event == "resume" else None)
-        if self._events is not None:
+        if self._events is not None and not self._taken_over:
             self._events.emit(event, **(fields or {}))
 
     def log(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Writes figures to metrics.jsonl, to the trackers and to the console."""
-        if self._metrics is not None:
+        if self._metrics is not None and not self._taken_over:
             self._metrics.log(step, split, values)
-        if self._trackers is not None:
+        if self._trackers is not None and not self._taken_over:
             self._trackers.log(step, split, values)
         (self.console.train if split == "train" else self.console.evaluate)(step, values)
 
@@ -179,7 +185,7 @@ class Session:
         """
         lines = [f"{name}: {text}" for name, text in fields.items()]
         self.emit("sample", {"step": step, "number": number, **fields})
-        if self._trackers is not None:
+        if self._trackers is not None and not self._taken_over:
             self._trackers.log_text(step, f"samples/{number}", "\n\n".join(lines))
         self.console.message("\n".join([f"--- sample {number}, step {step}", *lines, "---"]))
 
@@ -188,17 +194,27 @@ class Session:
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
+    def wait_for_backup(self, seconds_left: Callable[[], float | None]) -> None:
+        """Waits for the copy of the last step; `seconds_left` says for how long, None: as long as it moves."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait_for_backup(seconds_left)
+
     def close(self) -> None:
         """Ends everything; a save that is under way is finished first."""
         try:
-            if self.checkpoints is not None:
+            if self.checkpoints is not None and not self._taken_over:
                 self.checkpoints.close()
         finally:
-            for part in (self._trackers, self._metrics, self._events, self.console):
+            for part in (*(() if self._taken_over else (self._trackers, self._metrics, self._events)), self.console):
                 if part is not None:
                     part.close()
-            if self._lock is not None:
-                self._lock.release()
+            if self._lease is not None:
+                self._lease.release()
+
+    @property
+    def _taken_over(self) -> bool:
+        """Whether the directory is another run's by now: nothing more is written to it."""
+        return self._lease is not None and self._lease.lost
 
     def __enter__(self) -> Session:
         return self
@@ -222,7 +238,10 @@ def check_run_dir(config: Config) -> None:
         return
     run = open_run_dir(config.run_dir)
     _check_stop(run.path)
-    with RunLock(run.path, run.run_id), Checkpoints(run.path, read_only=True) as checkpoints:
+    backup = open_backup(config.checkpoint.backup, run)
+    with RunLease(run.path, run.run_id if backup is None else backup.run_id):
+        _bring_back(config, backup)
+        checkpoints = Checkpoints(run.path, read_only=True)
         _check_fresh(config, checkpoints)
         for step in reversed(checkpoints.steps()):
             with contextlib.suppress(CheckpointError):  # restore deals with it
@@ -234,6 +253,18 @@ def _check_stop(run_dir: epath.Path) -> None:
     path = run_dir / STOP_FILE
     if peers.exchange("stop_file", path.exists() if peers.index() == 0 else None)[0]:
         raise ConfigError(f"{path} is there: the run was asked to stop", "remove it to go on")
+
+
+def _bring_back(config: Config, backup: Backup | None) -> None:
+    """Fetches the checkpoint that the run goes on from, where only the second place has it."""
+    wanted = config.checkpoint.resume
+    if backup is None:
+        return
+    if wanted == "never":
+        backup.check_fresh()
+    elif backup.bring_back(None if wanted == "auto" else int(wanted)) is not None and is_main():
+        with contextlib.closing(Events(backup.run_dir)) as events:
+            backup.start(events.emit)
 
 
 def _check_fresh(config: Config, checkpoints: Checkpoints) -> None:

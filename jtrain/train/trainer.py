@@ -154,6 +154,8 @@ class Trainer:
                 self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")
                 session.emit("end", {"step": self.counters.step})
                 return self.history
+            if session.checkpoints is not None:
+                session.checkpoints.check_room(self.state)
             try:
                 with self.goodput("step"):
                     self.callbacks("on_fit_start", self)
@@ -166,6 +168,8 @@ class Trainer:
                         loop.run()
                     self.callbacks("on_fit_end", self)
                     self.wait()  # `end` is not said before the last save is durable
+                    with self.goodput("save_stall"):
+                        session.wait_for_backup(guard.seconds_left)
                 self.account(last=True)
             except Preempted:
                 raise

@@ -27,7 +27,7 @@ def main():
     index, port, run = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, coordinator_bind_address=f"127.0.0.1:{port}")
-    from jtrain.checkpoint import Checkpoints, RunLock, finish, open_run_dir
+    from jtrain.checkpoint import Checkpoints, RunLease, finish, open_run_dir
     from jtrain.errors import ConfigError, StorageError
 
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -50,9 +50,9 @@ def main():
     events, saw = [], {}
     opened = open_run_dir(run)
     saw["run_id"] = opened.run_id
-    with RunLock(opened.path, opened.run_id):
+    with RunLease(opened.path, opened.run_id):
         try:
-            RunLock(opened.path).acquire()
+            RunLease(opened.path).acquire()
         except ConfigError as error:
             saw["lock"] = error.message
         with Checkpoints(opened.path, on_event=lambda kind, _: events.append(kind)) as checkpoints:

@@ -1,6 +1,5 @@
 """`jtrain doctor`: each check against a machine that is made up, and all of them together on this one."""
 
-import fcntl
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jtrain.checkpoint import RunLease
 from jtrain.cli import doctor, doctor_machine, doctor_run, doctor_storage, tested
 from jtrain.cli.doctor_checks import Answer, Check, Examination, examine, output, probe, size
 from jtrain.cli.doctor_storage import Needs
@@ -414,13 +414,11 @@ def test_a_run_directory_that_is_in_use_or_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor_storage, "_SAMPLE_BYTES", 1 << 20)
     config = config_of(run_dir=str(tmp_path))
     assert [check.status for check in doctor_storage.run_dir(config, None)] == ["ok"] * 3
-    with open(tmp_path / ".lock", "w") as lock:
-        lock.write(json.dumps({"pid": 7, "host": "h", "started": "now"}))
-        lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with RunLease(tmp_path):
         (check,) = doctor_storage.run_dir(config, None)
-        assert check.status == "fail" and "process 7 on h" in check.value
-    (check,) = doctor_storage.run_dir(config_of(run_dir=str(tmp_path / ".lock" / "x")), None)
+        assert check.status == "fail" and f"process {os.getpid()} on " in check.value
+    (tmp_path / "file").write_text("")
+    (check,) = doctor_storage.run_dir(config_of(run_dir=str(tmp_path / "file" / "x")), None)
     assert check.status == "fail" and "is a file" in check.value
     assert list(doctor_storage.run_dir(config_of(run_dir=str(tmp_path), fast_dev_run=True), None)) == []
 

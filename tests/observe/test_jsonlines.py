@@ -63,15 +63,38 @@ def test_a_file_that_cannot_be_written_ends_with_the_storage_code_and_its_path(t
     assert caught.value.exit_code == Exit.STORAGE == 14
 
 
-def test_a_full_disk_is_a_storage_error(monkeypatch, tmp_path):
+def test_d2_a_disk_that_is_full_for_a_while_ends_nothing_and_loses_no_line(monkeypatch, tmp_path, caplog):
+    lines, write = JsonLines(tmp_path / "m.jsonl"), jsonlines.os.write
+    lines.append({"a": 1})
+
+    def full(fd, data):
+        if len(data) > 4:
+            return write(fd, data[:4])  # part of a line still fits
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonlines.os, "write", full)
+        for number in (2, 3):
+            lines.append({"a": number})
+            assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n'
+    lines.append({"a": 4})
+    assert [line["a"] for line in read_lines(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/m.jsonl can't be written: [Errno 28] No space left on device; the run goes on, and its lines wait"
+    ]
+    lines.close()
+
+
+def test_d2_lines_that_still_wait_at_the_close_are_told_of(monkeypatch, tmp_path, caplog):
     lines = JsonLines(tmp_path / "m.jsonl")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(jsonlines.os, "write", full)
-    with pytest.raises(StorageError, match="No space left"):
-        lines.append({"a": 1})
+    lines.append({"a": 1})
+    lines.close()
+    assert "1 lines could not be written and are lost" in caplog.text
 
 
 def test_a_short_write_is_continued(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from tests.parity.launch import start_several, wait_all
 from tests.parity.runs import settings, train, write_corpus
 
 STEPS = 20
-FILES = {".lock", ".run.json", "checkpoints", "config.yaml", "events.jsonl", "metrics.jsonl", "model"}
+FILES = {".lease", ".run.json", "checkpoints", "config.yaml", "events.jsonl", "metrics.jsonl", "model"}
 
 
 def config_of(folder, corpus):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jtrain import Callback
-from jtrain.checkpoint import RunLock, arrays
+from jtrain.checkpoint import RunLease, arrays
 from jtrain.cli.main import main
 from jtrain.config import load_config
 from jtrain.errors import CheckpointError, ConfigError, Exit
@@ -175,7 +175,7 @@ def test_init_from_a_place_without_checkpoints_is_refused(tmp_path):
 
 def test_a_run_directory_in_use_is_refused_by_whom_holds_it(tmp_path):
     trainer = make(tmp_path, max_steps=1)
-    with RunLock(tmp_path), pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}") as caught:
+    with RunLease(tmp_path), pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}") as caught:
         trainer.fit()
     assert caught.value.exit_code == Exit.CONFIG == 64
     trainer.fit()  # free again: the refusal left no lock behind
@@ -193,7 +193,8 @@ def test_how_checkpoints_are_kept_comes_from_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "Checkpoints", Seen)
     kept = {"save_total_limit": 7, "keep_best": 2, "best_mode": "max", "async_save": False}
     make(tmp_path, max_steps=1, checkpoint=kept | {"best": "eval_absolute"}).fit()
-    assert seen.pop("on_event") and seen == kept | {"best_metric": "eval_absolute"}
+    assert seen.pop("on_event") and seen.pop("lease").run_dir == str(tmp_path)
+    assert seen.pop("backup") is None and seen == kept | {"best_metric": "eval_absolute"}
 
 
 def test_trackers_and_the_level_of_the_console_come_from_the_config(tmp_path, capsys):

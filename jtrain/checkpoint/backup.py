@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ OnEvent = Callable[..., None]
 
 BESIDE = ("config.yaml", "metrics.jsonl", "events.jsonl", "model")
 """What is copied with each step from beside the checkpoints; brought back where the run directory has none of it."""
+TURN_SECONDS = 5.0
+CLOSE_SECONDS = 10.0
 STALL_SECONDS = 120.0
 """Whoever waits for a copy that has not moved for so long gives up on it."""
 _FETCH_TIMEOUT_SECONDS = 6 * 3600.0
@@ -55,13 +58,18 @@ class Backup:
     Args:
       place: folder or URL.
       run_dir: the run directory.
+
+    Attributes:
+      run_id: of the run whose place it is; that of the run directory, too.
     """
 
     def __init__(self, place: epath.Path, run_dir: epath.Path):
-        self.place, self.run_dir = place, run_dir
+        self.place, self.run_dir, self.run_id = place, run_dir, ""
         self._root, self._local = layout.checkpoints_root(place), layout.checkpoints_root(run_dir)
         self._kept = Kept()
-        self._emit: OnEvent = lambda kind, **fields: None
+        self._emit: OnEvent | None = None
+        self._unsaid: list[tuple[str, dict[str, Any]]] = []
+        self._check_lease: Callable[[], None] = lambda: None
         self._condition = threading.Condition()
         self._waiting: dict[int, Manifest] = {}
         self._copying: int | None = None
@@ -69,6 +77,7 @@ class Backup:
         self._over = threading.Event()
         self._moved_at = time.monotonic()
         self._failures = 0
+        self._gave_up = False
         self._swept = False
         self._base: int | None = None  # the step that this run went on from
         self._line: set[int] = set()  # steps that this run copied
@@ -82,9 +91,12 @@ class Backup:
 
     # Copying
 
-    def start(self, kept: Kept, emit: OnEvent) -> None:
-        """Says what stays there, and who is told of it."""
-        self._kept, self._emit = kept, emit
+    def start(self, emit: OnEvent, kept: Kept | None = None, check_lease: Callable[[], None] = lambda: None) -> None:
+        """Says who is told of what happens, what stays there, and what raises `ConfigError` when the run is fenced off."""
+        self._emit, self._kept, self._check_lease = emit, kept or self._kept, check_lease
+        for kind, fields in self._unsaid:
+            self._tell(kind, **fields)
+        self._unsaid.clear()
 
     def goes_on_from(self, step: int) -> None:
         """Takes note that the run was restored from `step`: later steps that it did not make are set aside."""
@@ -100,6 +112,8 @@ class Backup:
     def offer(self, manifest: Manifest) -> None:
         """A step is durable: it is copied when its turn comes, the newest first. Returns at once. Process 0."""
         with self._condition:
+            if self._over.is_set():
+                return
             self._waiting[manifest.step] = manifest
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="checkpoint-backup", daemon=True)
@@ -110,28 +124,40 @@ class Backup:
         """Whether a step is being copied just now, and has to stay where it is."""
         return self._copying == step
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until nothing is left to copy, at most so long. Whether nothing is; also when it got stuck."""
+    def wait(self, seconds: float | None) -> bool:
+        """Waits for what is left to copy, for a moment; again and again.
+
+        Args:
+          seconds: that are left to wait in all; None: as many as it takes, while it moves.
+
+        Returns:
+          Whether there is nothing more to wait for.
+        """
         with self._condition:
-            self._condition.wait_for(lambda: not self._busy(), seconds)
-            if self._busy() and time.monotonic() - self._moved_at > STALL_SECONDS:
-                log.warning("the copy to %s has not moved for %.0f s: given up", self.place, STALL_SECONDS)
+            self._condition.wait_for(lambda: not self._busy(), TURN_SECONDS if seconds is None else min(seconds, 1.0))
+            if not self._busy():
                 return True
-            return not self._busy()
+            stuck = time.monotonic() - self._moved_at > STALL_SECONDS
+            if stuck:
+                log.warning("the copy to %s has not moved for %.0f s: given up", self.place, STALL_SECONDS)
+            self._gave_up = stuck or (seconds is not None and seconds <= 0)
+            return self._gave_up
 
     def close(self) -> None:
-        """Gives up what is not copied yet; the local step stays."""
+        """Gives up what is not copied in a few seconds; the local step stays, and the next start copies it."""
         with self._condition:
+            if not self._gave_up:
+                self._condition.wait_for(lambda: not self._busy(), CLOSE_SECONDS)
             left = sorted({*self._waiting} | ({self._copying} if self._copying is not None else set()))
             self._over.set()
             self._condition.notify_all()
         if left:
-            log.warning("step %s is not copied to %s: the next start does it", left[-1], self.place)
+            log.warning("step %s is not copied to %s yet: the next start does it", left[-1], self.place)
         if self._thread is not None:
             self._thread.join(5.0)
 
     def _busy(self) -> bool:
-        return bool(self._waiting) or self._copying is not None
+        return not self._over.is_set() and (bool(self._waiting) or self._copying is not None)
 
     def _moved(self, count: int) -> None:
         self._moved_at = time.monotonic()
@@ -150,6 +176,10 @@ class Backup:
                 self._failures = 0
             except Abandoned:
                 return
+            except ConfigError as error:  # another run has the directory now: the place is its own, too
+                log.warning("nothing more is copied to %s: %s", self.place, error.message)
+                self._over.set()
+                return
             except Exception as error:  # whatever a store raises; training goes on
                 self._failures += 1
                 text = error.message if isinstance(error, JtrainError) else f"{type(error).__name__}: {error}"
@@ -161,14 +191,20 @@ class Backup:
                     self._condition.notify_all()
 
     def _tell(self, kind: str, **fields: Any) -> None:
+        if self._emit is None:
+            self._unsaid.append((kind, fields))
+            return
         try:
             self._emit(kind, **fields)
         except Exception:  # events.jsonl can't be written
             log.exception("%s of %s", kind, self.place)
 
     def _copy(self, manifest: Manifest) -> None:
+        self._check_lease()
         step, began = manifest.step, time.monotonic()
         source, target = self._local / str(step), self._root / str(step)
+        if not source.exists():  # a newer one was durable before its turn came
+            return
         self._sweep()
         self._set_aside()
         metrics = self._metrics()
@@ -178,6 +214,7 @@ class Backup:
         try:
             transfer.run(manifest.files)
             files.sync_tree(target)
+            self._check_lease()
             write_manifest(target, manifest)
             self._line.add(step)
             self._manifests[step] = manifest
@@ -241,6 +278,19 @@ class Backup:
             log.warning("%s: %s: %s", self.place, type(error).__name__, error)
 
     # Bringing back
+
+    def check_fresh(self) -> None:
+        """Sees that nothing is there, for a run that is to begin anew.
+
+        Raises:
+          ConfigError: something is.
+        """
+        there = self.steps() if peers.index() == 0 else None
+        if there := peers.exchange("backup_fresh", there)[0]:
+            raise ConfigError(
+                f"checkpoint.resume is never, but checkpoint.backup={str(self.place)!r} holds the steps {there}",
+                "give another place, or write checkpoint.resume: auto",
+            )
 
     def bring_back(self, wanted: int | None = None) -> int | None:
         """Fetches the newest step, or `wanted`, where the run directory has none that is as new.
@@ -324,8 +374,9 @@ class Backup:
         assert manifest is not None
         seconds = time.monotonic() - began
         log.warning(
-            "step %s was brought back from %s (%.1f MiB, %.1f s): %s", step, self.place, manifest.size / 2**20, seconds, why
-        )
+            "step %s was brought back from %s (%.1f MiB, %.1f s): %s",
+            step, self.place, manifest.size / 2**20, seconds, why,
+        )  # fmt: skip
         fields = {"seconds": seconds, "bytes": manifest.size, "reason": why}
         self._tell("backup_restored", step=step, source=str(self.place), **fields)
 
@@ -378,22 +429,32 @@ def open_backup(place: epath.PathLike | None, run: RunDir) -> Backup | None:
     if place is None:
         return None
     backup = Backup(layout.run_path(place), run.path)
-    failure = None
+    failure, run_id = None, run.run_id
     if peers.index() == 0:
         has_steps = bool(layout.finished_steps(layout.checkpoints_root(run.path)))
         try:
-            _identify(backup.place, run, has_steps)
+            run_id = _identify(backup.place, run, has_steps)
         except ConfigError as error:
             failure = describe(error, backup.place, "can't be opened").pack()
         except Exception as error:
             failure = backup._unreachable(error, has_steps)
-    backup._raise(peers.exchange("backup_identity", failure)[0])
+    failure, backup.run_id = peers.exchange("backup_identity", [failure, run_id])[0]
+    backup._raise(failure)
     return backup
 
 
-def _identify(place: epath.Path, run: RunDir, has_steps: bool) -> None:
-    """Sees that the place is this run's, and marks it. A run directory that is new takes its identity from there."""
+def _identify(place: epath.Path, run: RunDir, has_steps: bool) -> str:
+    """Sees that the place is this run's, and marks it. A run directory that is new takes its identity from there.
+
+    Returns:
+      The identity.
+    """
     identity = place / IDENTITY
+    if os.fspath(place) == os.fspath(run.path) or run.path in place.parents or place in run.path.parents:
+        raise ConfigError(
+            f"checkpoint.backup={str(place)!r} and run_dir={str(run.path)!r} lie in each other",
+            "give a place that outlives the run directory",
+        )
     if not identity.exists():
         if layout.any_step(layout.checkpoints_root(place)):
             raise ConfigError(
@@ -403,10 +464,10 @@ def _identify(place: epath.Path, run: RunDir, has_steps: bool) -> None:
         if files.is_local(place):
             files.make_folder(place)
         files.write_atomic(identity, (run.path / IDENTITY).read_bytes())
-        return
+        return run.run_id
     known = str(json.loads(identity.read_text())["run_id"])
     if known == run.run_id:
-        return
+        return known
     if has_steps:
         raise ConfigError(
             f"checkpoint.backup={str(place)!r} holds the copies of another run ({known[:8]}, this one is "
@@ -414,6 +475,7 @@ def _identify(place: epath.Path, run: RunDir, has_steps: bool) -> None:
             "give a place of its own to each run",
         )
     files.write_atomic(run.path / IDENTITY, identity.read_bytes())
+    return known
 
 
 def _copy_over(source: epath.Path, target: epath.Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from jtrain.config.names import nearest
 from jtrain.errors import ConfigError
 
-OUTPUTS = ("run_dir", "data.cache_dir", "compile_cache")
+OUTPUTS = ("run_dir", "checkpoint.backup", "data.cache_dir", "compile_cache")
 """Fields that name what a run writes."""
 
 _WORDS = {"data.tokenizer": ("bytes",), "compile_cache": ("auto",)}

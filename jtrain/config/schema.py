@@ -337,6 +337,9 @@ class CheckpointConfig(Section):
     """A run or checkpoint directory whose parameters a new run starts from (optimizer, step and data start anew)."""
     async_save: bool = True
     """Saves are written while training goes on."""
+    backup: str | None = None
+    """A second place, a folder or URL (gs://, s3://), which gets a copy of each durable checkpoint in the background; a
+    run whose directory is gone or damaged goes on from there."""
 
 
 class EvalConfig(Section):
@@ -383,7 +386,27 @@ class FaultsConfig(Section):
     """A step whose loss or gradient norm is not finite: is skipped and counted; ends the run; or is applied.
     Under 16-mixed an overflow of the gradients alone is always skipped: the loss scale is halved."""
     max_consecutive_skips: Positive = 20
-    """Skipped steps in a row that end the run (exit 15)."""
+    """Skipped steps in a row that take the run back to its newest checkpoint, and end it (exit 15) when it can't go
+    back."""
+    spike: Literal["off", "skip", "rollback"] = "off"
+    """A step whose loss or gradient norm jumps far above its rolling median: is skipped and counted; or takes the run
+    back to its newest checkpoint, from where it goes on behind the batches up to the spike."""
+    spike_window: Annotated[int, Field(ge=4)] = 128
+    """Updates that the median is of; looked at once half of them were made."""
+    spike_threshold: Annotated[float, Field(gt=0.0)] = 8.0
+    """How far is far, in robust standard deviations (1.4826 x the median distance to the median)."""
+    max_rollbacks: NotNegative = 3
+    """Rollbacks in a row with no new durable checkpoint between; one more ends the run (exit 15). 0: none at all."""
+    rollback_margin: NotNegative = 0
+    """Batches behind the spike that a rollback leaves out, too."""
+    bundle_step: NotNegative = 0
+    """Update that is kept in RUN/bundles, to be run again by `jtrain replay`; 0: only one that ends the run."""
+    check_replicas_every_n_steps: NotNegative = 0
+    """Compares the copies of everything that several devices hold, bit by bit, also before every save; devices that
+    differ end the run (exit 15). 0: never."""
+    replay_every_n_steps: NotNegative = 0
+    """Makes every n-th update twice and compares the bits; a difference ends the run (exit 15). Needs memory for a second
+    state. 0: never."""
     watchdog_minutes: Annotated[float, Field(gt=0.0)] = 15.0
     """A step, a wait for data or a batch of an evaluation that takes longer is taken for hung (exit 13). The limits of
     the other phases stand in docs/launch.md."""

@@ -38,6 +38,8 @@ LATE_SECONDS = 0.02
 """The least that counts as time in which this process could not run."""
 LAST_SECONDS = 2.0
 """What a run that has to leave at once may take to say so."""
+LEAVING_SECONDS = 5.0
+"""What is left of the grace when a run stops waiting for copies of its checkpoints."""
 _stops = 0
 _here = threading.local()
 
@@ -112,6 +114,10 @@ class Guard:
     def saved(self) -> None:
         """The step at which the run was asked to stop is durable."""
         self.preemption.stage = Stage.SAVED
+
+    def seconds_left(self) -> float | None:
+        """Until the run has to be gone, less what leaving takes; None: nobody has asked it to leave."""
+        return self.preemption.seconds_left(LEAVING_SECONDS)
 
     def done(self) -> None:
         """The run is complete: from here on there is nothing to save."""

@@ -183,6 +183,7 @@ class Loop:
         seconds = round(time.monotonic() - preemption.asked_at, 3)
         fields = {"step": step, "saved": saved, "reason": preemption.reason, "seconds": seconds}
         self._session.emit("preempted", fields)
+        self._session.wait_for_backup(self._guard.seconds_left)
         raise Preempted(f"preempted at step {step}" + (", saved" if saved else ", not saved"), saved=saved)
 
     def _log(self) -> None:

@@ -98,6 +98,10 @@ class Preemption:
             self.words.append(f"preempted by {reason}: the run saves and leaves, within {self._grace:g} s")
         self.agreement.ask(reason)
 
+    def seconds_left(self, margin: float) -> float | None:
+        """Until `margin` before the grace is over; None: nobody has asked."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._clock() - margin)
+
     def tick(self) -> None:
         """Looks at the clock; again and again."""
         if self._deadline is not None and self._clock() > self._deadline:

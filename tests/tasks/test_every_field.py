@@ -271,6 +271,7 @@ SEEN = {
     "checkpoint.resume": "tests/train/test_session.py::test_a_run_that_goes_back_to_a_step_sets_the_newer_ones_aside",
     "checkpoint.init_from": "tests/train/test_session.py::test_init_from_takes_the_parameters_and_begins_anew",
     "checkpoint.async_save": "tests/train/test_session.py::test_how_checkpoints_are_kept_comes_from_the_config",
+    "checkpoint.backup": "tests/checkpoint/test_backup_run.py::test_a_run_whose_directory_is_gone_goes_on_from_the_copies",
     "eval.batch_size": "tests/train/test_evaluation.py::test_a_limit_means_the_same_rows_on_every_mesh",
     "eval.max_batches": "tests/train/test_evaluation.py::test_a_limit_means_the_same_rows_on_every_mesh",
     "eval.use_ema": "tests/train/test_evaluation.py::test_the_moving_average_is_what_is_evaluated_where_it_is_wanted",

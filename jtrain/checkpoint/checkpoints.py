@@ -140,17 +140,21 @@ class Checkpoints:
     # Saving
 
     def check_room(self, state: Any) -> None:
-        """Sees, before the first update, that there is room for a checkpoint; warns when there is none for all kept.
+        """Sees, before the first update, that a checkpoint can be written; warns when there is no room for all kept.
 
         Args:
           state: the arrays that will be saved, or their shapes.
 
         Raises:
-          StorageError: not even one fits.
+          StorageError: the folder can't be written, or not even one fits.
         """
         failure: Failure | None = None
         if peers.index() == 0:
             try:
+                probe = layout.saving_path(self.root, 0, self._token).parent
+                if probe != self.root:
+                    probe.mkdir(parents=True, exist_ok=True)
+                    files.remove_tree(probe)
                 size = arrays.size_bytes(arrays.flatten(state).values())
                 self._check_room(size, "a checkpoint")
                 kept, free = self._limit, files.free_bytes(self.run_dir)
@@ -161,7 +165,7 @@ class Checkpoints:
                         "are free", self.root, kept, f"{more * size:,}", f"{free:,}",
                     )  # fmt: skip
             except (OSError, StorageError) as error:
-                failure = describe(error, self.root, "can't be looked at")
+                failure = describe(error, self.root, "can't be written")
         failure = unpack(peers.exchange("checkpoint_room", None if failure is None else failure.pack())[0])
         if failure is not None:
             raise failure.error()
@@ -191,10 +195,8 @@ class Checkpoints:
         if step in self._own and step in layout.finished_steps(self.root):
             return False
         flat = arrays.flatten(state)
-        target, token = self.root / str(step), 0 if self._lease is None else self._lease.token
-        save = Save(
-            step, layout.saving_path(self.root, step, token), target, arrays.records(flat), dict(metrics or {})
-        )
+        folder, target = layout.saving_path(self.root, step, self._token), self.root / str(step)
+        save = Save(step, folder, target, arrays.records(flat), dict(metrics or {}))
         meta = json.loads(json.dumps(meta))  # a copy: it is written later
         self._prepare(save, arrays.size_bytes(flat.values()))
         if save.failure is None:
@@ -293,20 +295,26 @@ class Checkpoints:
         if not candidates:
             what = "no finished checkpoint" if step is None else f"no finished checkpoint of step {step}"
             raise CheckpointError(f"{self.root} holds {what}", f"steps there: {self.steps() or 'none'}")
-        damaged: list[DamagedCheckpoint] = []
+        damaged: list[DamagedCheckpoint] = []  # here, and to be put in quarantine
+        found: list[DamagedCheckpoint] = []  # anywhere
         for candidate in reversed(candidates):
             damage = self._damage(candidate) if candidate in here else None
             if candidate in here and damage is None:
                 return self._read(candidate, abstract_state, wanted, damaged, optional)
             if damage is not None:
                 log.error("%s", damage.message)
+                found.append(damage)
+            if candidate in there:
+                copy = self._bring_back(candidate, damage)
+                if copy is None:
+                    return self._read(candidate, abstract_state, wanted, damaged, optional)
+                found.append(copy)
+            if damage is not None:
                 damaged.append(damage)
-            if candidate in there and self._brought_back(candidate, damage, damaged):
-                return self._read(candidate, abstract_state, wanted, damaged, optional)
         if step is not None:
-            raise damaged[0]
+            raise found[0]
         raise CheckpointError(
-            f"{self.root}: none of the checkpoints {candidates} is intact; the newest: {damaged[0].message}",
+            f"{self.root}: none of the checkpoints {candidates} is intact; the newest: {found[0].message}",
             "bring one back from a copy, or start a new run in another run_dir",
         )
 
@@ -376,20 +384,16 @@ class Checkpoints:
                 log.warning("%s can't be listed: %s: %s", self._backup.place, type(error).__name__, error)
         return layout.finished_steps(self.root), there
 
-    def _brought_back(self, step: int, damage: DamagedCheckpoint | None, damaged: list[DamagedCheckpoint]) -> bool:
-        """Puts the copy of a step in the place of one that is damaged, or gone; whether it is intact itself."""
+    def _bring_back(self, step: int, damage: DamagedCheckpoint | None) -> DamagedCheckpoint | None:
+        """Puts the copy of a step in the place of one that is damaged, or gone; returns what is wrong with the copy."""
         assert self._backup is not None
         why = "it is gone here" if damage is None else f"{damage.file} is damaged here: {damage.reason}"
         try:
             self._backup.fetch(step, why, lambda: damage and self._quarantine(damage))
         except DamagedCheckpoint as error:
-            log.error("the copy, too: %s", error.message)
-            if damage is None:
-                damaged.append(error)
-            return False
-        if damage is not None:
-            damaged.remove(damage)
-        return True
+            log.error("the copy, too: %s" if damage else "the copy: %s", error.message)
+            return error
+        return None
 
     def _quarantine(self, damage: DamagedCheckpoint) -> None:
         target = layout.unused_path(self.root / layout.QUARANTINE, damage.step)
@@ -426,6 +430,10 @@ class Checkpoints:
                 f"{self.run_dir} is no longer the directory of this run (run_id {self._run_id})",
                 "it was removed or replaced under the run; bring it back, or start the run again",
             )
+
+    @property
+    def _token(self) -> int:
+        return 0 if self._lease is None else self._lease.token
 
     def _check_lease(self) -> None:
         if self._lease is not None:

@@ -8,7 +8,7 @@ usage: linear_run.py ARGS... . The fault is in the environment: FAULT="what@wher
 
 LIMITS="step=4,restore=6": limits of the watchdog, in seconds. SLOW: seconds that an update takes. ROOM: MiB of memory
 that seem to be left at the start. FAULT_RANK: the process that has the fault; all that have the variable, by default.
-LEDGER: the folder of a ledger of rows.
+LEDGER: the folder of a ledger of rows. POINT: a kill at a place of a save (`save_points.py`). LEASE: seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jtrain import tasks
+from jtrain.checkpoint import lease
 from jtrain.checkpoint.checkpoints import Checkpoints
 from jtrain.config import ladder
 from jtrain.data.arrays import as_rows
@@ -32,6 +33,7 @@ from jtrain.train.callbacks import Callback
 from jtrain.train.row_ledger import RowLedger
 from jtrain.train.session import Session
 from jtrain.train.trainer import Trainer
+from tests.faults import save_points
 from tests.train.fits import BATCH, examples, squared_error
 from tests.train.linear import Linear
 
@@ -141,6 +143,8 @@ def trainer_of(task: str) -> Any:
 def install() -> None:
     """Puts model, limits and fault in place."""
     tasks.trainer_of = trainer_of
+    save_points.install()
+    lease.SECONDS = float(os.environ.get("LEASE", lease.SECONDS))
     if limits := os.environ.get("LIMITS"):
         given = {name: float(seconds) for name, _, seconds in (part.partition("=") for part in limits.split(","))}
         usual = ladder.limits

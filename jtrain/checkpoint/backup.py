@@ -23,8 +23,8 @@ from etils import epath
 from jtrain import progress
 from jtrain.checkpoint import files, layout, peers
 from jtrain.checkpoint.failures import describe, unpack
-from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, write_manifest
 from jtrain.checkpoint.layout import IDENTITY
+from jtrain.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, write_manifest
 from jtrain.checkpoint.retention import Mode, remove_step, surplus_steps
 from jtrain.checkpoint.run_dir import RunDir
 from jtrain.checkpoint.transfer import Abandoned, Transfer
@@ -92,7 +92,10 @@ class Backup:
     # Copying
 
     def start(self, emit: OnEvent, kept: Kept | None = None, check_lease: Callable[[], None] = lambda: None) -> None:
-        """Says who is told of what happens, what stays there, and what raises `ConfigError` when the run is fenced off."""
+        """Says who is told of what happens, what stays there, and what raises `ConfigError` once the run is fenced off.
+
+        It may be called again; what was not said yet is said then.
+        """
         self._emit, self._kept, self._check_lease = emit, kept or self._kept, check_lease
         for kind, fields in self._unsaid:
             self._tell(kind, **fields)

@@ -1,10 +1,9 @@
-"""An object store in memory, behind gs:// and s3://: no folders, no renames, no appends; it fails when it is told to."""
+"""An object store in memory, behind gs:// and s3://: no folders, no renames; it fails when it is told to."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
-
 
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem

@@ -117,7 +117,9 @@ def test_the_same_steps_stay_there_as_in_the_run_directory(run, any_place):
     assert copies(any_place) == [4, 7]  # 4 has the best loss
 
 
-def test_a_run_whose_directory_is_gone_goes_on_from_the_newest_copy_and_says_so_in_one_line(run, any_place, log, caplog):
+def test_a_run_whose_directory_is_gone_goes_on_from_the_newest_copy_and_says_so_in_one_line(
+    run, any_place, log, caplog
+):
     save(run, any_place, [1, 2])
     identity = (run / ".run.json").read_text()
     shutil.rmtree(run)
@@ -246,7 +248,9 @@ def test_a_copy_cut_off_between_two_objects_is_no_step_and_is_made_again(run, st
     check_files(root / "2", read_manifest(root / "2"))
 
 
-def test_training_does_not_wait_for_a_store_that_hangs_and_the_end_of_the_run_does_not_hang(run, store, caplog, monkeypatch):
+def test_training_does_not_wait_for_a_store_that_hangs_and_the_end_of_the_run_does_not_hang(
+    run, store, caplog, monkeypatch
+):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     hang, reached = threading.Event(), threading.Event()
 
@@ -416,7 +420,9 @@ def test_a_full_disk_while_a_step_is_brought_back_is_a_storage_error_and_leaves_
 
 def test_a_run_directory_at_s3_is_refused_with_what_to_write_instead(store):
     for open_it in (open_run_dir, Checkpoints):
-        with pytest.raises(ConfigError, match=r"s3://bucket/run: Orbax reads and writes checkpoints in folders") as caught:
+        with pytest.raises(
+            ConfigError, match=r"s3://bucket/run: Orbax reads and writes checkpoints in folders"
+        ) as caught:
             open_it("s3://bucket/run")
         assert "checkpoint.backup: s3://bucket/run" in caught.value.remedy
 

@@ -5,6 +5,7 @@ Nothing heavy is imported here: a verb's module is imported when the verb is cal
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -87,6 +88,11 @@ def _ends(code: int, own: bool) -> int:
     """
     lost = sys.modules.get("jtrain.parallel.lost")
     if own and lost:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # on a full disk; the interpreter would try again, and end with a code of its own
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if code == Exit.PREEMPTED_SAVED:  # there is no time to lose
             lost.leave(code, "preempted")
         lost.leave_within(EXIT_SECONDS, code)
@@ -119,7 +125,8 @@ def _ended_by(error: BaseException, debug: bool) -> int:
     else:
         code, text = int(Exit.BUG), f"error: {prefix}{describe_bug(error, debug=debug)}"
     if text:
-        print(redact_text(text), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # of a disk that is full the exit code tells, too
+            print(redact_text(text), file=sys.stderr, flush=True)
     if lost and lost.several():
         lost.leave(code, redact_text(f"{type(cause).__name__}: {cause}".splitlines()[0]))
     return code

@@ -135,7 +135,12 @@ class Console:
                 # Text, not str: rich would read square brackets in a message as markup.
                 self._progress.console.print(Text(text), soft_wrap=True)
             else:
-                print(text, file=self._file, flush=True)
+                try:
+                    print(text, file=self._file, flush=True)
+                except BrokenPipeError:
+                    raise
+                except OSError:  # the disk that the output goes to is full: the run is worth more than its lines
+                    pass
 
     def close(self) -> None:
         """Ends the bar and gives the loggers back. May be called twice."""

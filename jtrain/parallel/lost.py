@@ -100,8 +100,9 @@ def leave(code: int, reason: str) -> NoReturn:
         with contextlib.suppress(RuntimeError):
             _tell(reason, code)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -176,14 +176,17 @@ def test_memory_that_grows_is_told_of_before_the_run_ends(tmp_path):
     assert found[0]["kind"] == "host" and 3 * 2**20 < found[0]["bytes_per_step"] < 6 * 2**20
 
 
-def test_w3_two_hundred_saves_leave_no_memory_behind(tmp_path):
+def test_w3_two_hundred_saves_leave_no_memory_and_no_more_than_what_is_kept_on_the_disk(tmp_path):
     state = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}  # 1 MiB
-    used = []
+    used, disk = [], []
     with Checkpoints(tmp_path / "run", save_total_limit=2) as checkpoints:
         for step in range(1, 201):
             checkpoints.save(step, state, {"step": step})
             checkpoints.wait()
             used.append(host_memory()[0])
+            disk.append(sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file()))
     assert checkpoints.durable_step == 200
+    assert sorted(path.parent.name for path in (tmp_path / "run").rglob("manifest.json")) == ["199", "200"]
+    assert max(disk) < 2.1 * 2**20 and disk[-1] == disk[99]
     slope = np.polyfit(np.arange(100), np.asarray(used[100:], float), 1)[0]
     assert abs(slope) < 2**20 / 4, f"{slope / 2**20:.3f} MiB a save"

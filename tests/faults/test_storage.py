@@ -32,24 +32,24 @@ def config_for(folder, **changes):
     return config_of(folder, **{"devices": 1, "eval": {"eval_steps": 0}, **changes})
 
 
-def start_one(config, name, *before, **environment):
+def start_one(config, name, *before, folder=None, out=None, **environment):
     """`jtrain train` of one process, behind the words of another program where they are given."""
-    folder = Path(config["run_dir"]).parent
+    folder = folder or Path(config["run_dir"]).parent
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
+    with (folder / f"{name}.out").open("wb") as own, (folder / f"{name}.err").open("wb") as err:
         process = subprocess.Popen(
             [*before, sys.executable, str(Path(__file__).with_name("linear_run.py")), "train", str(path)],
             cwd=folder,
             env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | environment,
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=own if out is None else out,
+            stderr=err if out is None else out,
         )
     return Running(process, folder, name)
 
 
-def wait_until(true, running, seconds=120):
+def wait_until(true, running, seconds=400):
     deadline = time.monotonic() + seconds
     while not true():
         assert running.process.poll() is None and time.monotonic() < deadline, said([running])
@@ -57,7 +57,7 @@ def wait_until(true, running, seconds=120):
 
 
 def ends(running, code):
-    assert codes([running]) == [code], said([running])
+    assert codes([running], 400) == [code], said([running])
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +77,13 @@ def is_whole(config, alone):
     found = result(config)
     for part in PARTS:
         assert found[part] == alone[part], part
-    left = os.listdir(Path(config["run_dir"]) / "checkpoints")
-    assert all(name.isdigit() for name in left), left
+    assert_clean(Path(config["run_dir"]) / "checkpoints")
+
+
+def assert_clean(checkpoints):
+    """O6: there is no file but those of steps."""
+    left = [path for path in checkpoints.rglob("*") if path.is_file()]
+    assert all(path.relative_to(checkpoints).parts[0].isdigit() for path in left), left
 
 
 @pytest.fixture
@@ -146,7 +151,7 @@ def failed(running):
 def test_d1_d2_a_disk_that_is_full_for_a_while_costs_saves_and_nothing_else(leave, alone, mounted, tmp_path):
     disk = mounted(tmp_path / "disk", "size=8m")
     config = config_for(disk)
-    running = start_one(config, "first", SLOW="0.15")
+    running = start_one(config, "first", folder=tmp_path, SLOW="0.15")
     wait_until(lambda: 4 in durable(config), running)
     filler = fill(disk, leave)
     wait_until(lambda: failed(running) == 2, running)
@@ -160,17 +165,26 @@ def test_d1_d2_a_disk_that_is_full_for_a_while_costs_saves_and_nothing_else(leav
 def test_d1_a_disk_that_stays_full_ends_the_run_with_14_after_four_saves(alone, mounted, tmp_path):
     disk = mounted(tmp_path / "disk", "size=8m")
     config = config_for(disk, checkpoint={"save_steps": 2, "best": None})
-    running = start_one(config, "first", SLOW="0.15")
+    running = start_one(config, "first", folder=tmp_path, SLOW="0.15")
     wait_until(lambda: 2 in durable(config), running)
     filler = fill(disk, 12288)
     ends(running, 14)
     assert failed(running) == 4, said([running])
     assert "No space left on device" in running.err and str(disk) in running.err
     assert "free space there, lower checkpoint.save_total_limit, or give another run_dir" in running.err
-    left = os.listdir(disk / "run" / "checkpoints")
-    assert all(name.isdigit() for name in left), left
+    assert_clean(disk / "run" / "checkpoints")
     filler.unlink()
-    goes_on_alone(config, alone)
+    ends(start_one(config, "again", folder=tmp_path), 0)
+    is_whole(config, alone)
+
+
+@full
+def test_d2_a_disk_that_is_full_for_what_is_printed_leaves_training_as_it_is(alone, tmp_path):
+    config = config_for(tmp_path)
+    with Path("/dev/full").open("wb") as full_disk:
+        running = start_one(config, "first", out=full_disk)
+        ends(running, 0)
+    is_whole(config, alone)
 
 
 @full
@@ -178,7 +192,7 @@ def test_d2_a_disk_that_is_full_for_logs_alone_leaves_training_and_saves_as_they
     disk = mounted(tmp_path / "logs", "size=1m")
     config = config_for(disk)
     mounted(disk / "run" / "checkpoints", "size=8m")
-    running = start_one(config, "first", SLOW="0.15")
+    running = start_one(config, "first", folder=tmp_path, SLOW="0.15")
     wait_until(lambda: 4 in durable(config), running)
     filler = fill(disk, 0)
     ends(running, 0)

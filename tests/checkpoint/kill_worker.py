@@ -30,6 +30,8 @@ def arm(point):
         finish.write_manifest = die
     elif point == "before_the_manifest_is_renamed":
         os.replace = die
+    elif point == "before_the_step_is_renamed":
+        finish.files.move = die
     elif point == "after_manifest":
         module.surplus_steps = die
     elif point == "in_the_deletion":

@@ -14,7 +14,14 @@ from kill_worker import state_of
 
 from jtrain.checkpoint import Checkpoints
 
-POINTS = ("before_sync", "before_manifest", "before_the_manifest_is_renamed", "after_manifest", "in_the_deletion")
+POINTS = (
+    "before_sync",
+    "before_manifest",
+    "before_the_manifest_is_renamed",
+    "before_the_step_is_renamed",
+    "after_manifest",
+    "in_the_deletion",
+)
 
 
 def start(run, point=""):
@@ -71,7 +78,7 @@ def kill_at_point(run, point, durable):
     return newest
 
 
-def test_three_kills_lose_nothing_that_was_durable(tmp_path):
+def test_k4_k5_three_kills_lose_nothing_that_was_durable(tmp_path):
     durable = kill_at_point(tmp_path, "before_manifest", 0)
     durable = kill_at_point(tmp_path, "in_the_deletion", durable)
     durable = kill_at_random(tmp_path, random.Random(0), durable)
@@ -80,7 +87,7 @@ def test_three_kills_lose_nothing_that_was_durable(tmp_path):
 
 
 @pytest.mark.faults
-def test_every_point_and_twenty_random_kills_lose_nothing_that_was_durable(tmp_path):
+def test_k4_k5_every_point_and_twenty_random_kills_lose_nothing_that_was_durable(tmp_path):
     durable, rng = 0, random.Random(1)
     for point in POINTS:
         durable = kill_at_point(tmp_path, point, durable)

@@ -284,7 +284,7 @@ def test_d6_a_run_directory_that_was_removed_under_the_run_is_not_made_anew(tmp_
     config = config_for(tmp_path, checkpoint={"save_steps": 2, "best": None})
     running = start_one(config, "first", SLOW="0.3")
     wait_until(lambda: 2 in durable(config), running)
-    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "away")  # at once, whatever is being written there
     ends(running, 14)
     assert f"{tmp_path / 'run'} is gone" in running.err and "was removed under the run" in running.err
     assert not (tmp_path / "run").exists()
@@ -295,7 +295,7 @@ def test_d6_checkpoints_that_were_removed_are_saved_anew_in_a_directory_that_is_
     config = config_for(tmp_path)
     running = start_one(config, "first", SLOW="0.3")
     wait_until(lambda: 4 in durable(config), running)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
     ends(running, 0)
     is_whole(config, alone)
     assert 4 not in durable(config)

@@ -52,13 +52,8 @@ def run(args: list[str]) -> int:
         return 0
     own, rest = split(rest, module.OPTIONS)
     _, options = parse(own, module.USAGE, (), module.OPTIONS)
-    _known(rest, module.OPTIONS)
-    positional, flags = _positional(rest)
-    if not positional:
-        from jtrain.config.paths import recipes
-
-        raise ConfigError("CONFIG is missing", f"usage: {module.USAGE}\n  Recipes: {', '.join(recipes())}.")
-    return module.launch(make_job(positional, flags), options)
+    check_options(rest, module.OPTIONS)
+    return module.launch(make_job(*config_and_flags(rest, module.USAGE)), options)
 
 
 def split(args: list[str], options: dict[str, type]) -> tuple[list[str], list[str]]:
@@ -76,8 +71,12 @@ def split(args: list[str], options: dict[str, type]) -> tuple[list[str], list[st
     return own, rest
 
 
-def _known(rest: list[str], options: dict[str, type]) -> None:
-    """What is no field, and near to an option of the launcher, was meant as that."""
+def check_options(rest: list[str], options: dict[str, type]) -> None:
+    """What is no field, and near to an option of the verb itself, was meant as that.
+
+    Raises:
+      ConfigError: there is such a word.
+    """
     for arg in rest:
         name = arg[2:].partition("=")[0]
         if not arg.startswith("--") or layers.known(names.plain(name)) or names.nearest_name(names.plain(name)):
@@ -86,15 +85,19 @@ def _known(rest: list[str], options: dict[str, type]) -> None:
             raise ConfigError(f"--{name}: there is no such option", f"Did you mean --{meant}?")
 
 
-def _positional(rest: list[str]) -> tuple[str | None, list[str]]:
-    """CONFIG, and the flags."""
-    from jtrain.config import flags
+def config_and_flags(rest: list[str], usage: str) -> tuple[str, list[str]]:
+    """CONFIG, and the flags as they were typed.
+
+    Raises:
+      ConfigError: CONFIG is missing, or there is another argument.
+    """
+    from jtrain.config import flags, paths
 
     found, _ = flags.split(rest)
     if len(found) > 1:
-        raise ConfigError(f"{found[1]!r} is one argument too many", f"usage: {USAGE}")
+        raise ConfigError(f"{found[1]!r} is one argument too many", f"usage: {usage}")
     if not found:
-        return None, rest
+        raise ConfigError("CONFIG is missing", f"usage: {usage}\n  Recipes: {', '.join(paths.recipes())}.")
     at = rest.index(found[0])
     return found[0], rest[:at] + rest[at + 1 :]
 

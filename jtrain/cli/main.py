@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jtrain.cli.failure import cause_of, describe_bug
@@ -48,15 +48,17 @@ VERBS = (
     Verb("config", "config", "show: the resolved config; schema: JSON schema for editors; docs: the reference page"),
     Verb("explain", "explain", "every parameter's axes, spec and bytes; every collective of the compiled step"),
     Verb("doctor", "doctor", "versions, devices, memory, disk, data, limits: jtrain doctor [CONFIG] [--flags]"),
+    Verb("drill", "drill", "the rehearsal before a long run: train, kill, resume, compare: jtrain drill CONFIG"),
     Verb("bench", "bench", "figures of this machine: trainer overhead, loader, saves, start-up"),
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
     """Runs the command line and returns the exit code (see `jtrain.errors.Exit`).
 
     Args:
       argv: the arguments after the program's name; those of the process by default.
+      run: what is done with them; by default what the verb says, which is the first of them.
     """
     if argv is None:
         program_begins()
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         messages.addFilter(_has_no_traceback)
     logging.basicConfig(level=logging.WARNING, handlers=[messages])
     try:
-        return _ends(int(_dispatch(args)), argv is None)
+        return _ends(int((run or _dispatch)(args)), argv is None)
     except BrokenPipeError:  # `jtrain config docs | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)

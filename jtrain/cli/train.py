@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jtrain.cli import args as arguments
 from jtrain.cli.failure import RunFailed
 from jtrain.config.schema import Config
@@ -18,12 +20,12 @@ def run(args: list[str]) -> int:
     return start(arguments.parse_config(args, USAGE, optional=False))
 
 
-def start(config: Config) -> int:
-    """Runs the task of a checked config."""
+def start(config: Config, run_task: Callable[[Config], int] | None = None) -> int:
+    """Runs the task of a checked config, by default with `jtrain.tasks.run`."""
     from jtrain import tasks
 
     try:
-        return tasks.run(config)
+        return (run_task or tasks.run)(config)
     except JtrainError:
         raise
     except Exception as error:

@@ -133,16 +133,26 @@ def read_ledger(folder: str | os.PathLike[str]) -> tuple[list[Read], list[str]]:
     return [reads[batch] for batch in sorted(reads)], wrong
 
 
+def recovered_at(folder: str | os.PathLike[str], struck: float) -> float | None:
+    """When process 0 had done the first update of a start after a fault; both in seconds since the epoch."""
+    begun = False
+    for line in read_lines(Path(folder) / "rows-0.jsonl"):
+        begun |= line["kind"] == "start" and line["time"] > struck
+        if begun and line["kind"] == "done":
+            return line["time"]
+    return None
+
+
 def _one_process(file: Path) -> tuple[dict[int, Read], list[str]]:
     reads: dict[int, Read] = {}
     wrong: list[str] = []
-    expected = 0
+    expected, begun = 0, False
     for line in read_lines(file):
         batch, kind = line["batch"], line["kind"]
         if kind == "start":
-            if batch > (furthest := max(reads, default=-1) + 1):
+            if begun and batch > (furthest := max(reads, default=-1) + 1):
                 wrong.append(f"a start went on at batch {batch}, and {furthest} was never read")
-            expected = batch
+            expected, begun = batch, True
             reads = {number: read for number, read in reads.items() if number < batch}
         elif kind == "read":
             if batch != expected:

@@ -423,7 +423,7 @@ class Checkpoints:
 
     def _check_run_dir(self) -> None:
         """Sees that the run directory is there, and still this run's: what was removed is not made anew."""
-        if not self.run_dir.exists():
+        if files.is_local(self.run_dir) and not self.run_dir.exists():  # a store has no folders
             raise StorageError(f"{self.run_dir} is gone", "the run directory was removed under the run")
         if self._run_id is not None and read_run_id(self.run_dir) != self._run_id:
             raise StorageError(

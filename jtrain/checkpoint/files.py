@@ -17,6 +17,9 @@ from etils import epath
 
 from jtrain.errors import StorageError
 
+MANIFEST = "manifest.json"
+"""The last file of a step."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_HEAL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _TEXTS = {
@@ -89,15 +92,24 @@ def walk(folder: epath.Path) -> Iterator[str]:
 def move(source: epath.Path, target: epath.Path) -> None:
     """Moves a folder: one atomic rename on a local file system; a store copies its objects and then removes them."""
     if not is_local(source):
-        import fsspec
-
-        store, name = fsspec.core.url_to_fs(os.fspath(source))
-        store.mv(name, store._strip_protocol(os.fspath(target)), recursive=True)
+        _move_objects(source, target)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     source.rename(target)
     sync(source.parent)
     sync(target.parent)
+
+
+def _move_objects(source: epath.Path, target: epath.Path) -> None:
+    import fsspec
+
+    store, folder = fsspec.core.url_to_fs(os.fspath(source))
+    # What a kill leaves is a step that counts here, or one that counts in neither place.
+    names = sorted(store.find(folder), key=lambda name: name == f"{folder}/{MANIFEST}")
+    for name in names:
+        store.cp_file(name, store._strip_protocol(os.fspath(target)) + name.removeprefix(folder))
+    for name in reversed(names):
+        store.rm_file(name)
 
 
 def remove_tree(path: epath.Path) -> None:

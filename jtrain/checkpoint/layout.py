@@ -21,10 +21,9 @@ import os
 
 from etils import epath
 
-from jtrain.checkpoint.files import is_local
+from jtrain.checkpoint.files import MANIFEST, is_local
 from jtrain.errors import ConfigError
 
-MANIFEST = "manifest.json"
 META = "meta/metadata"
 QUARANTINE = "_quarantine"
 SUPERSEDED = "_superseded"
@@ -81,17 +80,18 @@ def check_name(run_dir: epath.Path) -> None:
         )
 
 
-def check_store(path: epath.Path) -> None:
-    """Sees that Orbax can read and write there.
+def check_store(path: epath.Path, *, reads: bool = False) -> None:
+    """Sees that Orbax can write there, or read.
 
     Raises:
       ConfigError: it can't.
     """
     text = os.fspath(path)
     if "://" in text and not text.startswith("gs://"):
+        copied = f"give a folder as run_dir, and write checkpoint.backup: {text} to have its checkpoints copied there"
         raise ConfigError(
             f"{text}: Orbax reads and writes checkpoints in folders and at gs:// only",
-            f"give a folder as run_dir, and write checkpoint.backup: {text} to have its checkpoints copied there",
+            "copy it into a folder first, and give that" if reads else copied,
         )
 
 

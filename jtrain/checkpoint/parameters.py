@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jtrain.checkpoint import arrays
-from jtrain.checkpoint.layout import MANIFEST, checkpoints_root, finished_steps, run_path
+from jtrain.checkpoint.layout import MANIFEST, check_store, checkpoints_root, finished_steps, run_path
 from jtrain.checkpoint.manifest import ArrayRecord, DamagedCheckpoint, Manifest, check_files, read_manifest
 from jtrain.errors import CheckpointError
 
@@ -105,6 +105,7 @@ def _as_saved(leaf: Any, record: ArrayRecord | None) -> Any:
 
 
 def _intact(path: epath.Path) -> tuple[epath.Path, Manifest]:
+    check_store(path, reads=True)
     if (path / MANIFEST).exists():
         manifest = read_manifest(path)
         check_files(path, manifest)

@@ -64,7 +64,8 @@ def examinations(config: Config, given: bool) -> list[Examination]:
     """
     gpus = os.path.exists("/proc/driver/nvidia/version")
     places = [*config.data.train, *(config.data.eval if isinstance(config.data.eval, tuple) else ())]
-    names = [*places, config.run_dir, config.data.tokenizer or "", config.model.path or ""]
+    kept = [config.run_dir, config.checkpoint.backup or ""]
+    names = [*places, *kept, config.data.tokenizer or "", config.model.path or ""]
     waits = run_checks.DEVICE_SECONDS + run_checks.STATE_SECONDS + 30
     found = [
         Examination("versions", machine.installed_versions),

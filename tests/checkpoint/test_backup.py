@@ -14,7 +14,7 @@ from checkpoint_states import same_bits
 from etils import epath
 from fake_store import install, remove
 
-from jtrain.checkpoint import Checkpoints, DamagedCheckpoint, files, layout, open_run_dir, transfer
+from jtrain.checkpoint import Checkpoints, DamagedCheckpoint, files, layout, load_parameters, open_run_dir, transfer
 from jtrain.checkpoint import backup as module
 from jtrain.checkpoint.backup import open_backup
 from jtrain.checkpoint.manifest import check_files, new_manifest, read_manifest, write_manifest
@@ -425,6 +425,9 @@ def test_a_run_directory_at_s3_is_refused_with_what_to_write_instead(store):
         ) as caught:
             open_it("s3://bucket/run")
         assert "checkpoint.backup: s3://bucket/run" in caught.value.remedy
+    with pytest.raises(ConfigError, match="s3://bucket/run: Orbax reads") as caught:
+        load_parameters("s3://bucket/run", {})
+    assert "copy it into a folder" in caught.value.remedy
 
 
 def test_a_damaged_file_names_step_file_and_reason_when_it_is_brought_back(run, place):

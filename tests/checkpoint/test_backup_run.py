@@ -1,9 +1,13 @@
 """`checkpoint.backup` of whole runs: the bits they go on with, and that leaving does not wait for a store."""
 
+import json
 import logging
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -142,3 +146,36 @@ def test_resume_never_is_refused_where_copies_lie(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.resume is never, but checkpoint\.backup"):
         make(run, max_steps=4, checkpoint=section, optimizer=OPTIMIZER).fit()
     assert logging.getLogger("jtrain").level >= 0 and copies(place) == [2]
+
+
+@pytest.mark.faults
+def test_two_processes_bring_a_step_back_together(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    worker = os.path.join(os.path.dirname(__file__), "backup_worker.py")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, worker, str(index), str(port), str(tmp_path / "run"), str(tmp_path / "second")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+        for index in range(2)
+    ]
+    answers = []
+    try:
+        for process in workers:
+            output, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-4000:]
+            answers.append(json.loads(output.splitlines()[-1]))
+    finally:
+        for process in workers:
+            process.kill()
+    for answer in answers:
+        assert answer["restored"] == [[2, {"step": 2}, True, 2], [2, {"step": 2}, True, None]]
+    assert answers[0]["events"].count("backup_restored") == 2 and answers[0]["events"].count("corrupt") == 1
+    assert answers[1]["events"] == []
+    assert copies(tmp_path / "second") == [1, 2]

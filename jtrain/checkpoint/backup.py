@@ -223,7 +223,7 @@ class Backup:
             self._manifests[step] = manifest
         except BaseException:
             if not self._over.is_set() and step not in self._line:
-                self._try(lambda: files.remove_tree(target))
+                self._try(files.remove_tree, target)
             raise
         self._copy_beside()
         self._retain()
@@ -233,7 +233,7 @@ class Backup:
 
     def _copy_beside(self) -> None:
         for name in BESIDE:
-            self._try(lambda name=name: _copy_over(self.run_dir / name, self.place / name))
+            self._try(_copy_over, self.run_dir / name, self.place / name)
 
     def _sweep(self) -> None:
         """Once: removes what a copy that was cut off left. `open_backup` has seen that the place is this run's."""
@@ -274,9 +274,9 @@ class Backup:
     def _metric(self, manifest: Manifest) -> float | None:
         return manifest.metrics.get(self._kept.best_metric) if self._kept.best_metric else None
 
-    def _try(self, action: Callable[[], None]) -> None:
+    def _try(self, action: Callable[..., None], *paths: epath.Path) -> None:
         try:
-            action()
+            action(*paths)
         except Exception as error:
             log.warning("%s: %s: %s", self.place, type(error).__name__, error)
 
@@ -386,7 +386,7 @@ class Backup:
     def _bring_beside(self) -> None:
         for name in BESIDE:
             if not (self.run_dir / name).exists():
-                self._try(lambda name=name: _copy_over(self.place / name, self.run_dir / name))
+                self._try(_copy_over, self.place / name, self.run_dir / name)
 
     def _packed(self, error: Exception) -> dict[str, Any]:
         """A failure for all processes; a store's own classes of errors are a matter of storage."""

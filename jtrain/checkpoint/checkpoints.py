@@ -251,11 +251,15 @@ class Checkpoints:
         finally:
             if self._backup is not None:
                 self._backup.close()
-                if peers.index() == 0:
-                    self._retain()  # what a copy still needed
+                self._retain_after_copies()
             if self._orbax is not None:
                 self._orbax.close()
                 self._orbax = None
+            if not self._read_only and peers.index() == 0:
+                # Writers of a save that failed may have come back to it after it was cleared away.
+                own = layout.saving_path(self.root, 0, self._token).parent
+                if own != self.root:
+                    files.remove_tree(own)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -389,7 +393,7 @@ class Checkpoints:
         assert self._backup is not None
         why = "it is gone here" if damage is None else f"{damage.file} is damaged here: {damage.reason}"
         try:
-            self._backup.fetch(step, why, lambda: damage and self._quarantine(damage))
+            self._backup.fetch(step, why, lambda: None if damage is None else self._quarantine(damage))
         except DamagedCheckpoint as error:
             log.error("the copy, too: %s" if damage else "the copy: %s", error.message)
             return error
@@ -494,6 +498,14 @@ class Checkpoints:
             if self._backup is None or not self._backup.needs(step):  # then the next time
                 self._manifests.pop(step, None)
                 remove_step(self.root, str(step))
+
+    def _retain_after_copies(self) -> None:
+        """Removes what a copy still needed when it was due."""
+        if peers.index() == 0:
+            try:
+                self._retain()
+            except OSError as error:  # the next start does it
+                log.warning("%s: %s", self.root, error)
 
     def _sweep(self) -> None:
         """Clears what a run that was killed has left behind."""

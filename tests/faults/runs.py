@@ -63,7 +63,7 @@ def start(config: dict[str, Any], name: str, *, fault: str = "", rank: int = 0, 
     return running
 
 
-def wait_for(running: list[Running], true: Any, seconds: float = 120) -> None:
+def wait_for(running: list[Running], true: Any, seconds: float = 300) -> None:
     """Waits while both are there."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -76,7 +76,7 @@ def said(running: list[Running]) -> str:
     return "\n".join(f"--- {one.name}\n{one.out[-2000:]}\n{one.err[-3000:]}" for one in running)
 
 
-def codes(running: list[Running], seconds: float = 120) -> list[int]:
+def codes(running: list[Running], seconds: float = 300) -> list[int]:
     return wait_all(running, seconds)
 
 

@@ -82,8 +82,8 @@ def is_whole(config, alone):
 
 def assert_clean(checkpoints):
     """O6: there is no file but those of steps."""
-    left = [path for path in checkpoints.rglob("*") if path.is_file()]
-    assert all(path.relative_to(checkpoints).parts[0].isdigit() for path in left), left
+    paths = [path.relative_to(checkpoints) for path in checkpoints.rglob("*") if path.is_file()]
+    assert [str(path) for path in paths if not path.parts[0].isdigit()] == []
 
 
 @pytest.fixture

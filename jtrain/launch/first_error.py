@@ -24,6 +24,7 @@ _LOGGED = re.compile(r"E\d{4} ")
 _TRACEBACK = "Traceback (most recent call last):"
 _CONSEQUENCE = re.compile(
     r"process \d+ has ended|another process was lost|could not join|shutdown barrier|terminating process|"
+    r"fatal python error: aborted|"  # jax aborts a process whose coordinator is gone
     + "|".join(map(re.escape, LOST_PEER_SIGNS)),
     re.IGNORECASE,
 )

@@ -47,6 +47,12 @@ def test_an_abort_is_a_consequence_after_other_words_and_a_cause_alone():
     assert first((1, BARRIER), (1, GLOO), (1, -signal.SIGABRT), (0, -signal.SIGSEGV)).rank == 0
 
 
+def test_a_killed_coordinator_comes_before_the_abort_of_its_peer_which_is_heard_of_first():
+    fatal = "F1201 00:49:12 client.h:86] Terminating process because the JAX distributed service detected fatal errors."
+    found = first((1, fatal), (1, "Fatal Python error: Aborted"), (1, -signal.SIGABRT), (0, -signal.SIGKILL))
+    assert (found.rank, found.cause) == (0, True)
+
+
 def test_a_consequence_is_told_when_nothing_else_was_said():
     found = first((1, LOST), (1, 12))
     assert not found.cause and "process 0 has ended" in found.text

@@ -253,7 +253,10 @@ class Checkpoints:
                 self._backup.close()
                 self._retain_after_copies()
             if self._orbax is not None:
-                self._orbax.close()
+                try:
+                    self._orbax.close()
+                except Exception as error:  # of a save that has been judged without it
+                    log.warning("%s: Orbax ended with %s: %s", self.root, type(error).__name__, error)
                 self._orbax = None
             if not self._read_only and peers.index() == 0:
                 # Writers of a save that failed may have come back to it after it was cleared away.

@@ -198,7 +198,8 @@ def left_processes(folder: Path) -> list[str]:
 
 def left_files(run_dir: Path) -> list[str]:
     """Files of saves that were cut off, and of steps on their way out."""
-    patterns = ("**/*.tmp", "**/*orbax-checkpoint-tmp*", "checkpoints/_trash/*")
+    inside = ("_trash", "_fetched", "_saving.*")
+    patterns = ["**/*.tmp", "**/*orbax-checkpoint-tmp*", *(f"checkpoints/{folder}/*" for folder in inside)]
     return [str(path.relative_to(run_dir)) for pattern in patterns for path in run_dir.glob(pattern)]
 
 

@@ -24,7 +24,8 @@ from typing import Any
 import psutil
 import yaml
 
-from jtrain.observe.jsonlines import read_lines
+from jtrain.cli.drill_runs import left_files
+from jtrain.train.row_ledger import recovered_at
 from tests.faults.runs import ROOT, config_of, durable
 
 RECOVERY_SECONDS = 150.0
@@ -33,8 +34,6 @@ LIMITS = "step=10,data_wait=10,eval=10,restore=60,compile=60,save_stall=60"
 SAVE_STEPS = 20
 SHARES = {"kill": 20, "kill_again": 12, "stop": 14, "term": 16, "corrupt": 18, "disk_full": 12, "slow_disk": 8}
 """Faults of each kind in a hundred."""
-KEPT = ("_quarantine", "_trash")
-"""What may stand beside the steps; the trash is empty."""
 
 
 @dataclass
@@ -155,22 +154,13 @@ class Soak:
         restarted = self.tail()[0] > at
         seconds = None
         if recovered:
-            seconds = (self.first_update(at) if restarted else time.time()) - at
+            seconds = (recovered_at(self.ledger, at) if restarted else time.time()) - at
         result = Result(kind, what, seconds, restarted)
         self.results.append(result)
         if not recovered and not self.is_up:
             self.start()
             self.wait(lambda: self.is_well(before, at))
         return result
-
-    def first_update(self, at: float) -> float:
-        """When the first update of a start after `at` was done."""
-        began = False
-        for line in read_lines(self.ledger / "rows-0.jsonl"):
-            began |= line["kind"] == "start" and line["time"] > at
-            if began and line["kind"] == "done":
-                return line["time"]
-        raise AssertionError("no update after the fault")
 
     def kill(self, rank: int) -> tuple[str, float]:
         at = time.time()
@@ -260,9 +250,7 @@ class Soak:
                 if process.environ().get("LEDGER") == str(self.ledger) and process.status() != psutil.STATUS_ZOMBIE:
                     processes.append(f"process {process.pid}: {process.cmdline()}")
         run = Path(self.config["run_dir"])
-        kept = [p for p in (run / "checkpoints").iterdir() if not p.name.isdigit() and p.name not in KEPT]
-        trash = list((run / "checkpoints" / "_trash").glob("*"))
-        return processes + [str(p) for p in [*kept, *trash, *run.rglob("*.tmp"), *run.rglob("*checkpoint-tmp*")]]
+        return processes + [str(run / name) for name in left_files(run)]
 
     def report(self) -> dict[str, Any]:
         """The figures."""

@@ -208,7 +208,8 @@ class RunLease:
             before = self._wait_for(tokens[-1]) if tokens else None
             token = tokens[-1] + 1 if tokens else 1
             own = _own(self._run_id, self._seconds)
-            made = self._files.create(token, _encode(own))
+            data = _encode(own)
+            made = self._files.create(token, data) and self._files.read(token) == data  # some stores know no conditions
             if made and self._files.tokens()[-1] == token:
                 break
             if made:

@@ -21,8 +21,9 @@ from etils import epath
 from etils.epath import backend as epath_backend
 from kill_worker import state_of as killed_state
 
-from jtrain.checkpoint import Checkpoints, DamagedCheckpoint, arrays, files, layout, open_run_dir
+from jtrain.checkpoint import Checkpoints, DamagedCheckpoint, RunLease, arrays, files, layout, lease, open_run_dir
 from jtrain.checkpoint.backup import open_backup
+from jtrain.checkpoint.lease_files import files_of
 from jtrain.checkpoint.manifest import check_files, read_manifest
 from jtrain.errors import ConfigError
 from jtrain.observe.metrics import read_events, read_metrics
@@ -273,3 +274,21 @@ def test_a_step_that_can_not_be_copied_yet_is_told_of_with_the_stores_words(plac
     (failed,) = [fields for kind, fields in told if kind == "backup_failed"]
     assert failed["step"] == 1 and failed["failures"] == 1 and failed["reason"]
     assert checkpoints.steps() == [1]
+
+
+def test_l1_to_l3_one_run_holds_a_directory_in_a_store_and_who_was_taken_over_is_told(place, monkeypatch):
+    first, second = RunLease(place, seconds=1.0), RunLease(place, seconds=60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "machine", lambda: "far")
+        first.acquire()
+    with pytest.raises(ConfigError, match="in use by process"):
+        second.acquire()  # it is renewed meanwhile
+    first._over.set()  # its machine is gone
+    second.acquire()
+    assert second.token == 2
+    if place.startswith("s3"):  # the emulator of GCS knows no ifGenerationMatch
+        assert not files_of(place).create(2, b"late")
+    with pytest.raises(lease.TakenOver):
+        first.check()
+    second.check()
+    second.release()

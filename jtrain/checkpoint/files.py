@@ -117,7 +117,7 @@ def remove_tree(path: epath.Path) -> None:
     if is_local(path):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)
-        else:
+        elif os.path.lexists(path):  # a read-only disk would say that it is read-only, and not that it is absent
             Path(path).unlink(missing_ok=True)
     elif path.exists():
         path.rmtree() if path.is_dir() else path.unlink()

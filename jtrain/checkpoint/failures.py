@@ -43,7 +43,7 @@ def unpack(packed: dict[str, Any] | None) -> Failure | None:
     return None if packed is None else Failure(**packed)
 
 
-def describe(error: BaseException, path: epath.Path, doing: str) -> Failure:
+def describe(error: BaseException, path: epath.Path | str, doing: str) -> Failure:
     """Gives an exception its class, path and remedy. A full or broken disk is a StorageError, whoever noticed it."""
     if isinstance(error, JtrainError):
         kinds = [kind.__name__ for kind in type(error).__mro__]

@@ -69,7 +69,11 @@ def finish(save: Save, wait_for_orbax: Callable[[], None], check_lease: Callable
 def _clear(save: Save) -> None:
     """Removes what is no step: of a save that failed, and the folder of its own that it was written in."""
     if save.folder != save.target:
-        files.remove_tree(save.folder.parent)
+        for _ in range(20):
+            files.remove_tree(save.folder.parent)
+            if not save.folder.parent.exists():
+                break
+            time.sleep(0.05)  # of a save that failed, Orbax may still have writers under way
     elif save.failure is not None and save.failure.kind != "ConfigError":  # taken over: it may be the other run's
         for leftover in [*layout.temporaries(save.folder.parent), save.folder]:
             files.remove_tree(leftover)

@@ -133,13 +133,8 @@ class RunLease:
             failure: Failure | None = None
             try:
                 self._take()
-            except (ConfigError, StorageError) as error:
-                failure = describe(error, epath.Path(), "can't take the lease")
-            except Exception as error:  # stores have errors of their own
-                number = storage_errno(error) or errno.EIO
-                where = f"{self.run_dir}/{FOLDER}"
-                failure = describe(storage_error(where, number, "can't write the lease"), epath.Path(), "")
-                log.debug("%s", where, exc_info=error)
+            except Exception as error:
+                failure = describe(error, f"{self.run_dir}/{FOLDER}", "can't write the lease")
             answer = {"token": self.token, "failure": None if failure is None else failure.pack()}
         answer = peers.exchange("lease", answer)[0]
         failure = unpack(answer["failure"])
@@ -165,7 +160,7 @@ class RunLease:
         """Whether another run has taken over. The disk is asked only where the last renewal is too long ago."""
         if self._lost is None and self._own is not None and clock() - self._own.renewed > self._own.seconds:
             with contextlib.suppress(Exception):
-                self._renew()
+                self._renew(patience=5.0)
         return self._lost is not None
 
     def check(self) -> None:
@@ -272,8 +267,10 @@ class RunLease:
                 log.error("%s", self._lost.message)
                 return
 
-    def _renew(self) -> None:
-        with self._mutex:
+    def _renew(self, patience: float = -1) -> None:
+        if not self._mutex.acquire(timeout=patience):  # the thread hangs with the disk
+            return
+        try:
             if self._own is None or self._lost is not None:
                 return
             if self._is_newest():
@@ -281,6 +278,8 @@ class RunLease:
                 self._files.rewrite(self.token, _encode(renewed))
                 if self._is_newest():
                     self._own = renewed
+        finally:
+            self._mutex.release()
 
     def _is_newest(self) -> bool:
         """Whether no other holder has come; otherwise the lease is lost."""

@@ -119,7 +119,7 @@ class Drill:
         seconds = recovered - made["time"]
         if kill:
             self.recoveries[name] = round(seconds, 2)
-            what += f"{outcome.lost_steps} to make again, "
+            what += f"{made['update'] - 1 - (outcome.durable or 0)} to make again, "
         else:
             what += f"step {outcome.durable} is saved by all, "
         return passed(name, f"{what}went on from {start}, the next update after {seconds:.1f} s")

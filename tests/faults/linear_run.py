@@ -8,11 +8,13 @@ usage: linear_run.py ARGS... . The fault is in the environment: FAULT="what@wher
 
 LIMITS="step=4,restore=6": limits of the watchdog, in seconds. SLOW: seconds that an update takes. ROOM: MiB of memory
 that seem to be left at the start. FAULT_RANK: the process that has the fault; all that have the variable, by default.
-LEDGER: the folder of a ledger of rows. POINT: a kill at a place of a save (`save_points.py`). LEASE: seconds.
+LEDGER: the folder of a ledger of rows. POINT: a kill at a place of a save (`save_points.py`). LEASE: seconds. BEAT:
+seconds after which jax takes a process for lost that it has not heard of (100).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ import threading
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from jtrain import tasks
@@ -144,6 +147,9 @@ def install() -> None:
     """Puts model, limits and fault in place."""
     tasks.trainer_of = trainer_of
     save_points.install()
+    if beat := os.environ.get("BEAT"):
+        join = jax.distributed.initialize
+        jax.distributed.initialize = functools.partial(join, heartbeat_timeout_seconds=int(beat))
     lease.SECONDS = float(os.environ.get("LEASE", lease.SECONDS))
     if limits := os.environ.get("LIMITS"):
         given = {name: float(seconds) for name, _, seconds in (part.partition("=") for part in limits.split(","))}

@@ -56,7 +56,7 @@ def killed(running, rank):
 @pytest.mark.parametrize("point", [*save_points.BY_ALL[:2], *save_points.BY_ONE])
 def test_k4_a_kill_in_a_save_leaves_the_step_before_or_the_new_one(point, rank, reference, tmp_path):
     config = config_of(tmp_path)
-    killed(start(config, "first", POINT=point, POINT_RANK=str(rank), SLOW="0.05"), rank)
+    killed(start(config, "first", POINT=point, POINT_RANK=str(rank), SLOW="0.05", BEAT="10"), rank)
     steps = whole_steps(config)
     if rank == 0:
         assert steps == ([4, 8] if point in save_points.AFTER else [4])
@@ -69,7 +69,7 @@ def test_k4_a_kill_in_a_save_leaves_the_step_before_or_the_new_one(point, rank, 
 @pytest.mark.parametrize("point", save_points.IN_GC)
 def test_k5_a_kill_in_the_deletion_leaves_no_half_step(point, rank, reference, tmp_path):
     config = config_of(tmp_path, checkpoint={"save_steps": 4, "best": None, "save_total_limit": 1})
-    killed(start(config, "first", POINT=point, POINT_RANK=str(rank), SLOW="0.05"), rank)
+    killed(start(config, "first", POINT=point, POINT_RANK=str(rank), SLOW="0.05", BEAT="10"), rank)
     steps = whole_steps(config)
     assert steps == ([4, 8] if point == "gc_rename" and rank == 0 else [8]) or (rank and steps == [4, 8])
     goes_on(config, reference)
@@ -85,7 +85,7 @@ def test_k6_a_kill_in_a_restore_changes_nothing(rank, reference, tmp_path):
     assert codes(running) == [10, 10], said(running)
     folder = Path(config["run_dir"]) / "checkpoints"
     before = hashes(folder)
-    running = start(config, "second", POINT="restore", POINT_RANK=str(rank), LIMITS="restore=20")
+    running = start(config, "second", POINT="restore", POINT_RANK=str(rank), LIMITS="restore=20", BEAT="10")
     found = codes(running)
     assert found[rank] == -signal.SIGKILL and found[1 - rank] in (13, *LOST), said(running)
     assert hashes(folder) == before
@@ -99,7 +99,7 @@ def test_k4_twenty_kills_at_random_times_lose_no_durable_step(reference, tmp_pat
         config = config_of(tmp_path / str(run))
         before = durable(config)
         rank, name = rng.randrange(2), f"kill-{kills}"
-        running = start(config, name, SLOW="0.02")
+        running = start(config, name, SLOW="0.02", BEAT="10")
         first, deadline = rng.uniform(0.0, 0.5), time.monotonic() + 120
         while not running[0].steps and all(one.process.poll() is None for one in running):
             assert time.monotonic() < deadline, said(running)

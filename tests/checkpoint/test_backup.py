@@ -50,7 +50,7 @@ def place(tmp_path):
     return tmp_path / "second"
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.faults)])
 def any_place(request, tmp_path):
     if request.param == "folder":
         return str(tmp_path / "second")
@@ -134,6 +134,7 @@ def test_a_run_whose_directory_is_gone_goes_on_from_the_newest_copy_and_says_so_
     assert sorted(os.listdir(run / "checkpoints")) == ["2"]
 
 
+@pytest.mark.faults
 def test_a_copy_that_is_newer_than_the_run_directory_is_gone_on_from(run, place, tmp_path):
     save(run, place, [1])
     shutil.copytree(run, tmp_path / "old")
@@ -154,6 +155,7 @@ def test_a_damaged_step_is_replaced_by_its_copy_and_put_in_quarantine(run, any_p
     assert "hash differs" in log.of("backup_restored")[0]["reason"]
 
 
+@pytest.mark.faults
 def test_where_step_and_copy_are_damaged_the_one_before_is_taken(run, place, log):
     save(run, place, [1, 2])
     for where in (run, place):
@@ -164,6 +166,7 @@ def test_where_step_and_copy_are_damaged_the_one_before_is_taken(run, place, log
     assert not log.of("backup_restored") and os.listdir(run / "checkpoints" / "_quarantine") == ["2"]
 
 
+@pytest.mark.faults
 def test_an_older_copy_serves_where_the_run_directory_has_no_intact_step(run, place):
     save(run, place, [1, 2, 3])
     shutil.rmtree(run / "checkpoints" / "1")
@@ -205,6 +208,7 @@ def test_a_store_that_fails_is_told_of_and_counted_and_the_next_step_is_copied(r
     assert not store().exists("gs://bucket/a/checkpoints/1") or not store().find("gs://bucket/a/checkpoints/1")
 
 
+@pytest.mark.faults
 def test_a_file_is_tried_again_a_bounded_number_of_times(run, store, log):
     seen = []
 
@@ -284,6 +288,7 @@ def test_training_does_not_wait_for_a_store_that_hangs_and_the_end_of_the_run_do
     assert copies("gs://bucket/a") == [3]
 
 
+@pytest.mark.faults
 def test_a_copy_that_does_not_move_is_given_up(run, store, monkeypatch, caplog):
     monkeypatch.setattr(module, "STALL_SECONDS", 0.1)
     monkeypatch.setattr(module, "TURN_SECONDS", 0.2)
@@ -366,6 +371,7 @@ def test_a_run_that_is_to_begin_anew_is_refused_where_copies_lie(run, place):
         open_backup(place, open_run_dir(run)).check_fresh()
 
 
+@pytest.mark.faults
 def test_a_place_that_can_not_be_reached_ends_a_run_without_checkpoints_and_warns_one_that_has_some(run, store, caplog):
     save(run, "gs://bucket/a", [1])
 
@@ -395,6 +401,7 @@ def test_s1_a_copy_whose_manifest_leads_out_of_its_folder_writes_nothing_there(r
     assert not (run / "canary").exists()
 
 
+@pytest.mark.faults
 def test_a_run_that_was_fenced_off_writes_nothing_more_to_its_second_place(run, place, caplog):
     with opened(run, place, save_total_limit=None) as checkpoints:
 
@@ -408,6 +415,7 @@ def test_a_run_that_was_fenced_off_writes_nothing_more_to_its_second_place(run, 
     assert copies(place) == [] and "nothing more is copied" in caplog.text
 
 
+@pytest.mark.faults
 def test_a_full_disk_while_a_step_is_brought_back_is_a_storage_error_and_leaves_nothing(run, place, monkeypatch):
     save(run, place, [1])
     shutil.rmtree(run)
@@ -430,6 +438,7 @@ def test_a_run_directory_at_s3_is_refused_with_what_to_write_instead(store):
     assert "copy it into a folder" in caught.value.remedy
 
 
+@pytest.mark.faults
 def test_a_damaged_file_names_step_file_and_reason_when_it_is_brought_back(run, place):
     save(run, place, [1])
     name = "meta/metadata"

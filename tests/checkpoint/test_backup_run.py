@@ -83,6 +83,7 @@ def test_c_a_damaged_newest_step_costs_nothing_where_there_is_a_copy(tmp_path, u
     assert os.listdir(run / "checkpoints" / "_quarantine") == ["6"]
 
 
+@pytest.mark.faults
 def test_a_store_that_fails_all_the_time_ends_nothing_and_is_counted(tmp_path, store, undisturbed):
     run = tmp_path / "run"
     start(run, "s3://bucket/a", 2).fit()
@@ -111,6 +112,7 @@ class Term(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.faults
 def test_t1_a_preempted_run_leaves_within_its_grace_though_a_copy_hangs(
     tmp_path, store, undisturbed, monkeypatch, caplog
 ):

@@ -258,6 +258,7 @@ def test_c11_when_every_step_is_damaged_the_run_ends_with_66_and_does_not_begin_
     assert {name: (run / "checkpoints" / name).read_bytes() for name in files_of(run / "checkpoints")} == before
 
 
+@pytest.mark.faults
 def test_c12_a_newer_format_is_refused_and_no_older_step_is_taken_in_its_place(reference, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(reference[0], run)

@@ -25,6 +25,8 @@ import numpy as np
 
 from jtrain.data.files import content_digest, find_files, is_url, kind_of, stat
 from jtrain.data.packing import PLAN_VERSION, Packing, Plan, Truncation, plan_examples, plan_rows
+from jtrain.data.quarantine import NAME as QUARANTINE
+from jtrain.data.quarantine import read_quarantine
 from jtrain.data.sources import CHUNK_BYTES, Chunk, plan_chunks
 from jtrain.data.store import TokenStore
 from jtrain.data.tokenise import (
@@ -120,7 +122,7 @@ def open_store(
             if not _is_whole(path):
                 _build(path, files, tokenizer, options, progress)
     meta = json.loads((path / "meta.json").read_text())
-    _check_bad(path, meta["bad_records"], options)
+    _check_bad(path, meta["bad_records"], options, [file for file, _ in files])
     if not meta["tokens"]:
         raise DataError(f"{field}: {pattern} holds no text", "Every file or record of it is empty.")
     tokens = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]), "r")
@@ -201,7 +203,7 @@ def _build(
         chunks = [chunk for file, kind in files for chunk in plan_chunks(file, kind, *sizes)]
         jobs = [(chunk, str(made / f"{number:06d}")) for number, chunk in enumerate(chunks)]
         with contextlib.closing(_run(jobs, recipe, tokenizer, options)) as results:
-            meta = _collect(made, jobs, results, tokenizer, options, progress)
+            meta = _collect(made, [file for file, _ in files], jobs, results, tokenizer, options, progress)
         with storage(made):
             (made / "meta.json").write_text(json.dumps(meta, indent=1))
         publish(made, path, lambda: _is_whole(path))
@@ -223,6 +225,7 @@ def _run(
 
 def _collect(
     made: Path,
+    files: Sequence[str],
     jobs: Sequence[tuple[Chunk, str]],
     results: Iterator[ChunkResult],
     tokenizer: Tokenizer,
@@ -233,6 +236,7 @@ def _collect(
     lengths: list[np.ndarray] = []
     bad: list[dict[str, Any]] = []
     total, done = sum(chunk.size for chunk, _ in jobs), 0
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(files))}
     file, records, unfinished = "", 0, False
     kinds = options.recipe.parts if isinstance(options.recipe, ExampleRecipe) else ("tokens",)
     with storage(made), contextlib.ExitStack() as stack:
@@ -241,7 +245,8 @@ def _collect(
             if chunk.path != file:
                 file, records, unfinished = chunk.path, 0, False
             for entry in result.bad:
-                bad.append({"file": file, "kind": chunk.kind, **entry, "index": records + entry["index"]})
+                where = {"file": file, "number": numbers[file], "kind": chunk.kind}
+                bad.append({**where, **entry, "index": records + entry["index"]})
             _check_policy(bad, options)
             records += result.records
             mine = np.fromfile(f"{out}.lengths", np.int64)
@@ -264,7 +269,7 @@ def _collect(
         np.save(made / "edges.npy", edges, allow_pickle=False)
         if bad:
             lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in bad)
-            (made / "quarantine.jsonl").write_text("".join(lines), encoding="utf-8")
+            (made / QUARANTINE).write_text("".join(lines), encoding="utf-8")
     return {
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "tokens": int(edges[-1]),
@@ -298,13 +303,22 @@ def _check_policy(bad: Sequence[dict[str, Any]], options: CacheOptions) -> None:
     )
 
 
-def _check_bad(path: Path, count: int, options: CacheOptions) -> None:
-    """Applies this run's policy to a cache that another run may have made, and says what was left out."""
+def _check_bad(path: Path, count: int, options: CacheOptions, files: Sequence[str]) -> None:
+    """Applies this run's policy to a cache that another run may have made, and says what was left out.
+
+    The same files may lie elsewhere by now: they are listed as `files` has them.
+    """
     if not count:
         return
-    with open(path / "quarantine.jsonl", encoding="utf-8") as lines:
-        _check_policy([json.loads(line) for line in lines], options)
-    log.warning("%d bad records were left out; they are listed in %s", count, path / "quarantine.jsonl")
+    found = read_quarantine(path)
+    here = [{**entry, "file": files[entry["number"]]} if "number" in entry else entry for entry in found]
+    _check_policy(here, options)
+    if here != found:
+        made = temporary(path / QUARANTINE)
+        with contextlib.suppress(OSError):
+            made.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in here), encoding="utf-8")
+            made.replace(path / QUARANTINE)
+    log.warning("%d bad records were left out; they are listed in %s", count, path / QUARANTINE)
 
 
 def _is_whole(path: Path) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jtrain.data.cache import CacheOptions
 from jtrain.data.files import find_files, kind_of
-from jtrain.data.sources import Bad, Chunk, plan_chunks, read_records
+from jtrain.data.sources import Bad, Chunk, digest_of, plan_chunks, read_records
 from jtrain.data.store import StoredImages, TokenStore
 from jtrain.data.tokenise import AnyRecipe, ChunkResult, ExampleRecipe, token_dtype
 from jtrain.data.tokenizers import Tokenizer
@@ -219,4 +219,7 @@ def _encode(encode: Encoder, record: Any) -> Sequence[Example] | Bad:
     try:
         return encode(record)
     except DataError as error:
-        return Bad(f"can't be used: {error.message}", error.remedy or "Mend it.", repr(record)[:_SHOWN])
+        shown = repr(record)
+        return Bad(
+            f"can't be used: {error.message}", error.remedy or "Mend it.", shown[:_SHOWN], digest_of(shown.encode())
+        )

@@ -7,6 +7,7 @@ policy (`data.on_bad_record`) is decided in one place; a file that can't be read
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import json
 import shutil
@@ -14,7 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 from jtrain.data.files import is_url, open_file, stat
@@ -24,6 +25,7 @@ CHUNK_BYTES = 8 << 20
 WHOLE_TEXT_BYTES = 16 << 20
 _SEARCH_BYTES = 1 << 16
 _SHOWN = 200
+_ARRAY_RECORD_ERRORS = (ValueError, RuntimeError, IndexError)  # all that the library raises
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,20 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Bad:
-    """Why a record can't be used, what to do, and the beginning of its content."""
+    """Why a record can't be used, what to do, the beginning of its content, and a digest of the whole of it.
+
+    The digest is that of the record's bytes, without the white space around a line; empty: they could not be read.
+    """
 
     reason: str
     remedy: str
     content: str
+    digest: str = ""
+
+
+def digest_of(content: bytes) -> str:
+    """Hex digest of a record, by which a quarantined one is found again."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def plan_chunks(
@@ -117,10 +128,17 @@ def read_records(chunk: Chunk, text_field: str) -> Iterator[dict[str, Any] | Bad
 
 
 def _readable(chunk: Chunk, records: Iterator[Any]) -> Iterator[Any]:
+    count = 0
     try:
-        yield from records
+        for record in records:
+            yield record
+            count += 1
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{chunk.path} can't be read: {error}", "The file may be damaged or cut short.") from error
+        # Of a compressed file there is one chunk: what was read before is the number of the last whole line.
+        place = f" after line {count}" if chunk.kind == "jsonl" and chunk.path.lower().endswith(".gz") else ""
+        raise DataError(
+            f"{chunk.path} can't be read{place}: {error}", "The file may be damaged or cut short: fetch it again."
+        ) from error
 
 
 def _read_text(chunk: Chunk) -> Iterator[str | Bad]:
@@ -129,7 +147,7 @@ def _read_text(chunk: Chunk) -> Iterator[str | Bad]:
         content = file.read(chunk.end - chunk.begin if chunk.end >= 0 else -1)
     if chunk.begin == 0:
         content = content.removeprefix(b"\xef\xbb\xbf")
-    yield _decoded(content, chunk.begin)
+    yield _with_digest(_decoded(content, chunk.begin), content)
 
 
 def _read_jsonl(chunk: Chunk, parse: Callable[[bytes], Any]) -> Iterator[Any]:
@@ -146,7 +164,8 @@ def _read_jsonl(chunk: Chunk, parse: Callable[[bytes], Any]) -> Iterator[Any]:
             if place == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             place += len(line)
-            yield parse(line) if line.strip() else None
+            content = line.strip()
+            yield _with_digest(parse(line), content) if content else None
 
 
 def _read_parquet(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
@@ -169,7 +188,10 @@ def _read_parquet(chunk: Chunk, text_field: str) -> Iterator[str | Bad]:
             elif pa.types.is_large_string(column.type):
                 column = column.cast(pa.large_binary())
             for value in column.to_pylist():
-                yield _decoded(value) if isinstance(value, bytes) else _text(value, text_field)
+                if isinstance(value, bytes):
+                    yield _with_digest(_decoded(value), value)
+                else:
+                    yield _with_digest(_text(value, text_field), repr(value).encode())
 
 
 def _read_parquet_records(chunk: Chunk) -> Iterator[dict[str, Any] | Bad]:
@@ -177,15 +199,41 @@ def _read_parquet_records(chunk: Chunk) -> Iterator[dict[str, Any] | Bad]:
         for batch in table.iter_batches(256, row_groups=list(range(chunk.begin, chunk.end))):
             try:
                 yield from batch.to_pylist()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{chunk.path} holds text that is not UTF-8: {error}", "Convert it.") from error
+            except UnicodeDecodeError:
+                for row in range(batch.num_rows):
+                    yield _parquet_row(batch.slice(row, 1))
+
+
+def _parquet_row(row: Any) -> dict[str, Any] | Bad:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        shown = repr(error.object[max(0, error.start - 40) : error.start + 40])[:_SHOWN]
+        return Bad(f"holds text that is not UTF-8: {error.reason}", "Convert it.", shown, digest_of(error.object))
 
 
 def _read_array_record(chunk: Chunk, parse: Callable[[bytes], Any]) -> Iterator[Any]:
     with _array_record(chunk.path) as reader:
         for begin in range(chunk.begin, chunk.end, 1024):
-            for record in reader.read(begin, min(chunk.end, begin + 1024)):
-                yield parse(record)
+            end = min(chunk.end, begin + 1024)
+            try:
+                records = reader.read(begin, end)
+            except _ARRAY_RECORD_ERRORS:
+                records = [_array_record_alone(reader, number) for number in range(begin, end)]
+            for record in records:
+                yield record if isinstance(record, Bad) else _with_digest(parse(record), record)
+
+
+def _array_record_alone(reader: Any, number: int) -> bytes | Bad:
+    """One record. A damaged one costs those that were compressed together with it, and no others."""
+    try:
+        return reader.read(number, number + 1)[0]
+    except _ARRAY_RECORD_ERRORS as error:
+        return Bad(f"can't be read: {str(error)[:_SHOWN]}", "The file is damaged: fetch it again.", "")
+
+
+def _with_digest(found: Any, content: bytes) -> Any:
+    return replace(found, digest=digest_of(content)) if isinstance(found, Bad) else found
 
 
 def _from_json(line: bytes, text_field: str) -> str | Bad:
@@ -272,13 +320,16 @@ def _parquet(path: str) -> Iterator[Any]:
         raise DataError(f"{path} needs the pyarrow package", "pip install pyarrow") from error
     with open_file(path) as file:
         try:
-            table = pq.ParquetFile(file)
+            table = pq.ParquetFile(file, page_checksum_verification=True)  # where the writer left checksums
         except pa.ArrowException as error:
-            raise DataError(f"{path} is not a Parquet file: {error}") from error
+            raise DataError(
+                f"{path} ({stat(path)[0]:,} bytes) is not a Parquet file: {error}",
+                "It may be damaged or cut short: fetch it again.",
+            ) from error
         try:
             yield table
         except pa.ArrowException as error:
-            raise DataError(f"{path} can't be read: {error}", "The file may be damaged.") from error
+            raise DataError(f"{path} can't be read: {error}", "The file may be damaged: fetch it again.") from error
 
 
 def _plan_groups(path: str, chunk_bytes: int) -> list[Chunk]:
@@ -311,5 +362,9 @@ def _array_record(path: str) -> Iterator[Any]:
             reader = ArrayRecordReader(local)
             yield reader
             reader.close()  # a damaged file opens, and reads as an empty one: only this tells
-        except (ValueError, RuntimeError, IndexError) as error:  # all that the library raises
-            raise DataError(f"{path} can't be read as ArrayRecord: {error}", "It may be damaged.") from error
+        except _ARRAY_RECORD_ERRORS as error:
+            reason = str(error) or "it is cut short, or no ArrayRecord"  # of a truncated file the library says nothing
+            raise DataError(
+                f"{path} ({stat(path)[0]:,} bytes) can't be read as ArrayRecord: {reason}",
+                "The file may be damaged or cut short: fetch it again.",
+            ) from error

@@ -20,6 +20,7 @@ from jtrain.config.load import load_config
 from jtrain.config.schema import Config
 from jtrain.data.arrays import as_rows
 from jtrain.data.loader import DataLoader
+from jtrain.data.quarantine import write_quarantine
 from jtrain.data.rows import Rows
 from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.flops import TokenFlops
@@ -148,6 +149,8 @@ class Trainer:
             self.goodput.open(session.past)
             self.say(" | ".join(self.summary()))
             self._restore_or_init(session)
+            if not session.dry and processes.is_main():
+                write_quarantine(self.config.run_dir, self.train_rows, self.eval_rows)
             total, owed = self.timetable.max_steps, self.counters.owes_evaluation and self.eval_rows is not None
             loop = Loop(self, session, guard, resumed=session.last_save_step is not None)
             if self.ends() and not owed:

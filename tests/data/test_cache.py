@@ -14,6 +14,7 @@ import pytest
 from jtrain.data import cache
 from jtrain.data.cache import CacheOptions, cache_folder, open_plan, open_store
 from jtrain.data.packing import plan_rows
+from jtrain.data.quarantine import read_quarantine
 from jtrain.data.tokenise import Recipe
 from jtrain.data.tokenizers import ByteTokenizer
 from jtrain.errors import ConfigError, DataError, StorageError
@@ -156,6 +157,18 @@ def test_a_cache_made_with_skip_does_not_hide_bad_records_from_a_run_that_fails_
     open_store(str(tmp_path / "a.jsonl"), BYTES, SKIP)
     with pytest.raises(DataError, match="line 2 is not JSON"):
         open_store(str(tmp_path / "a.jsonl"), BYTES, OPTIONS)
+
+
+def test_a_bad_record_is_named_where_its_file_lies_now(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text('{"text": "moved"}\n{\n')
+    open_store(str(tmp_path / "old"), BYTES, SKIP)
+    store = open_store(str(tmp_path / "new"), BYTES, SKIP)
+    (listed,) = read_quarantine(store.path)
+    assert listed["file"] == str(tmp_path / "new" / "a.jsonl")
+    with pytest.raises(DataError, match=r"old/a\.jsonl: line 2"):
+        open_store(str(tmp_path / "old"), BYTES, OPTIONS)
 
 
 def test_a_text_file_that_is_not_utf_8_is_named(tmp_path):

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -113,6 +113,13 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps with a manifest, in order."""
         return layout.finished_steps(self.root)
+
+    def own_steps(self) -> list[int]:
+        """Steps of this run's line, in order: saved or restored here, or older. Waits for a save that is under way."""
+        self._settle(block=True)
+        found = peers.exchange("own_steps", layout.finished_steps(self.root) if peers.index() == 0 else None)[0]
+        oldest = min(self._own, default=0)
+        return [step for step in found if step in self._own or step < oldest]
 
     def best_steps(self) -> list[int]:
         """The steps that are kept as the best, best first."""
@@ -273,7 +280,12 @@ class Checkpoints:
     # Restoring
 
     def restore(
-        self, abstract_state: Any, step: int | None = None, *, optional: str | None = None
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        among: Collection[int] | None = None,
+        optional: Collection[str] = (),
     ) -> tuple[Any, dict[str, Any], int]:
         """Reads a verified checkpoint onto the given shardings, whatever mesh wrote it.
 
@@ -283,7 +295,8 @@ class Checkpoints:
         Args:
           abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings; free the state that it replaces first.
           step: this step and no other.
-          optional: a part of the state whose arrays may be missing in the checkpoint, be there in vain, or have another
+          among: only these steps.
+          optional: parts of the state whose arrays may be missing in the checkpoint, be there in vain, or have another
             shape: those stay as they are given, shapes.
 
         Returns:
@@ -298,7 +311,9 @@ class Checkpoints:
         here, there = peers.exchange("restore_candidates", [here, there])[0]
         candidates = sorted({*here, *there})
         if step is not None:
-            candidates = [step] if step in candidates else []
+            among = [step]
+        if among is not None:
+            candidates = [candidate for candidate in candidates if candidate in among]
         if not candidates:
             what = "no finished checkpoint" if step is None else f"no finished checkpoint of step {step}"
             raise CheckpointError(f"{self.root} holds {what}", f"steps there: {self.steps() or 'none'}")
@@ -343,11 +358,11 @@ class Checkpoints:
         abstract_state: Any,
         wanted: dict[str, Any],
         damaged: list[DamagedCheckpoint],
-        optional: str | None,
+        optional: Collection[str],
     ) -> tuple[Any, dict[str, Any], int]:
         folder = self._folder(step)
         saved, expected = read_manifest(folder).arrays, arrays.records(wanted)
-        left_out = arrays.differing(saved, expected, optional) if optional else set()
+        left_out: set[str] = set().union(*(arrays.differing(saved, expected, part) for part in optional))
         present = {path: leaf for path, leaf in wanted.items() if path not in left_out}
         arrays.require_equal(
             {path: record for path, record in saved.items() if path not in left_out},

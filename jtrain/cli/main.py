@@ -46,6 +46,7 @@ VERBS = (
     Verb("eval", "eval", "loss, perplexity and scores of a model: jtrain eval MODEL --data FILE"),
     Verb("data", "data", "prepare: tokenise once to a cache; inspect: show what a batch really holds"),
     Verb("config", "config", "show: the resolved config; schema: JSON schema for editors; docs: the reference page"),
+    Verb("replay", "replay", "make the update of a repro bundle again: jtrain replay RUN/bundles/step-N"),
     Verb("explain", "explain", "every parameter's axes, spec and bytes; every collective of the compiled step"),
     Verb("doctor", "doctor", "versions, devices, memory, disk, data, limits: jtrain doctor [CONFIG] [--flags]"),
     Verb("drill", "drill", "the rehearsal before a long run: train, kill, resume, compare: jtrain drill CONFIG"),

@@ -405,8 +405,8 @@ class FaultsConfig(Section):
     """Compares the copies of everything that several devices hold, bit by bit, also before every save; devices that
     differ end the run (exit 15). 0: never."""
     replay_every_n_steps: NotNegative = 0
-    """Makes every n-th update twice and compares the bits; a difference ends the run (exit 15). Needs memory for a second
-    state. 0: never."""
+    """Makes every n-th update twice and compares the bits; a difference ends the run (exit 15). Needs memory for a
+    second state. 0: never."""
     watchdog_minutes: Annotated[float, Field(gt=0.0)] = 15.0
     """A step, a wait for data or a batch of an evaluation that takes longer is taken for hung (exit 13). The limits of
     the other phases stand in docs/launch.md."""

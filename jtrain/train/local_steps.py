@@ -27,6 +27,7 @@ from jtrain.train.gradients import Batch, accumulated_gradients
 from jtrain.train.loss import LossFn
 from jtrain.train.model import FunctionalModel
 from jtrain.train.schedules import Schedule
+from jtrain.train.spikes import NumbersRule
 from jtrain.train.state import TRAIN_STREAM, StatePlan, TrainState, combine, select, stream_key
 from jtrain.train.step import Metrics, accept, count_tokens, jit, loss_multiplier, moving_average, to_device
 
@@ -42,6 +43,7 @@ def make_local_step(
     schedule: Schedule | None = None,
     max_grad_norm: float = 0.0,
     nonfinite: str = "skip",
+    numbers: NumbersRule | None = None,
     ema_decay: float = 0.0,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -77,7 +79,6 @@ def make_local_step(
         own, opt_state, norms = by_slice(update, 0)(grads, loss.count, state.opt_state, own)
         loss, norm = total_loss(loss), norms.mean()
         mean = loss.sum / jnp.where(loss.count > 0, loss.count, 1).astype(loss.sum.dtype)
-        finite = jnp.isfinite(mean) & jnp.isfinite(norm)  # of all slices: they decide alike
 
         params, across = jax.lax.cond(
             (state.step + 1) % dcn.local_steps == 0,
@@ -95,9 +96,9 @@ def make_local_step(
             ema=moving_average(state, params, plan, ema_decay),
             across=across,
         )
-        new = accept(new, state, mean, finite, nonfinite, precision)
+        new, verdict = accept(new, state, mean, norm, nonfinite, numbers, precision)  # of all slices: they decide alike
         metrics: Metrics = {"loss": mean, "sums": loss.metrics, "tokens": count_tokens(batch), "grad_norm": norm}
-        metrics |= figures | {"finite": finite, "step": new.step, "skipped": new.skipped}
+        metrics |= figures | verdict | {"step": new.step, "skipped": new.skipped}
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step + 1)
         return new, metrics

@@ -16,7 +16,7 @@ from jtrain.observe.memory import peak_memory_gib
 if TYPE_CHECKING:
     from jtrain.train.trainer import Trainer
 
-_OF_THE_STEP = ("loss", "learning_rate", "grad_norm", "finite", "tokens", "sums")
+_OF_THE_STEP = ("loss", "learning_rate", "grad_norm", "finite", "spike", "tokens", "sums")
 
 
 class Meter:
@@ -69,6 +69,7 @@ class Meter:
                 "learning_rate": float(host["learning_rate"]) if "learning_rate" in host else None,
                 "grad_norm": float(host["grad_norm"]),
                 "finite": bool(host["finite"]),
+                "spike": bool(host.get("spike", False)),
                 "batch_tokens": int(host["tokens"]),
             }
         )
@@ -79,7 +80,7 @@ class Meter:
         rate = self._tokens / self._seconds if self._seconds else None
         per_device = None if rate is None else rate / self._devices
         causal, legacy = self._flops_per_second(per_device)
-        record = {name: value for name, value in values.items() if name != "finite"} | {
+        record = {name: value for name, value in values.items() if name not in ("finite", "spike")} | {
             "tokens": trainer.counters.tokens,
             "examples": trainer.counters.examples,
             "step_seconds": self._seconds / self._steps,

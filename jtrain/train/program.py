@@ -29,7 +29,7 @@ from jtrain.parallel.sharding import Rules, make_rules, pipeline_rules
 from jtrain.parallel.xla import options_of_run
 from jtrain.train.across_slices import AcrossSlices, Exchange, gradients_of_slices
 from jtrain.train.adapters import BaseWeights, has_adapters
-from jtrain.train.gradients import accumulated_gradients
+from jtrain.train.gradients import GradientFn, accumulated_gradients
 from jtrain.train.local_steps import make_local_step
 from jtrain.train.loss import LossFn
 from jtrain.train.model import FunctionalModel, ModelFactory, functional_model
@@ -37,6 +37,7 @@ from jtrain.train.optimizers import make_optimizer, parameter_paths, trainable_m
 from jtrain.train.pipelined import Pipeline, pipelined_gradients, pipelined_loss
 from jtrain.train.precision import Precision, precision_policy
 from jtrain.train.schedules import Schedule, make_schedule
+from jtrain.train.spikes import NumbersRule
 from jtrain.train.state import StatePlan, TrainState, init_state, plan_state, select
 from jtrain.train.step import StepHook, make_eval_step, make_forward, make_train_step
 
@@ -60,6 +61,8 @@ class Program:
       eval_step: jitted `(params, variables, batch) -> Loss`.
       batch_sharding: of every array [A, b, ...] of a batch.
       pipeline: how the step is pipelined; None without stages.
+      loss_fn: the loss.
+      gradients: of a batch, as the step takes them; None with local steps, where every slice has parameters of its own.
     """
 
     config: Config
@@ -75,6 +78,8 @@ class Program:
     eval_step: Any
     batch_sharding: NamedSharding
     pipeline: Pipeline | None = None
+    loss_fn: Any = None
+    gradients: GradientFn | None = None
 
     def init(self) -> TrainState:
         """The initial state, in its shards."""
@@ -225,6 +230,7 @@ def build_program(
         )
         names = jax.tree.map(lambda keep, n: n if keep else None, trainable, split.names)
         optimizer = make_optimizer(config.optimizer, schedule, select(split.params, trainable), names)
+    rule = NumbersRule.of(config.faults)
     plan = plan_state(
         split,
         optimizer,
@@ -237,6 +243,7 @@ def build_program(
         offload_optimizer=config.sharding.offload_optimizer,
         offload_parameters=config.sharding.offload_parameters,
         ema=config.optimizer.ema_decay > 0,
+        numbers=rule,
         context=ContextOptions(config.context.method, config.context.layout),
     )
     options = _options(config, mesh)
@@ -245,6 +252,7 @@ def build_program(
         "schedule": schedule,
         "max_grad_norm": config.optimizer.max_grad_norm,
         "nonfinite": config.faults.nonfinite,
+        "numbers": rule,
         "ema_decay": config.optimizer.ema_decay,
         "compiler_options": options,
     }
@@ -258,18 +266,21 @@ def build_program(
                 f"step_hook with dcn.local_steps: {config.dcn.local_steps}: every slice has a gradient of its own",
                 "leave out step_hook, or write dcn.local_steps: 1",
             )
+        gradients = None
         train_step = make_local_step(split, loss_fn, optimizer, plan, **keywords)
     else:
+        gradients = accumulated_gradients(split, loss_fn, plan)
         if slices_by_themselves(config):
-            keywords["gradients"] = gradients_of_slices(accumulated_gradients(split, loss_fn, plan), plan)
+            gradients = gradients_of_slices(gradients, plan)
         if pipeline is not None:
-            keywords["gradients"] = pipelined_gradients(split, loss_fn, plan, pipeline)
+            gradients = pipelined_gradients(split, loss_fn, plan, pipeline)
+        keywords["gradients"] = gradients
         train_step = make_train_step(split, loss_fn, optimizer, plan, step_hook=step_hook, **keywords)
     batch_loss = None if pipeline is None else pipelined_loss(split, loss_fn, plan, pipeline)
     eval_step = make_eval_step(split, loss_fn, plan, batch_loss=batch_loss, compiler_options=options)
     return Program(
         config, mesh, rules, precision, split, optimizer, schedule, plan, batch, train_step, eval_step,
-        plan.batch_sharding, pipeline,
+        plan.batch_sharding, pipeline, loss_fn, gradients,
     )  # fmt: skip
 
 

@@ -32,9 +32,14 @@ from jtrain.observe.metrics import Events, MetricsLog, read_events
 from jtrain.observe.trackers import Trackers
 from jtrain.parallel.processes import agree, is_main
 from jtrain.train.preemption import STOP_FILE
+from jtrain.train.rollback import EVENT as ROLLBACK
+from jtrain.train.rollback import windows_of
 from jtrain.train.timetable import Timetable
 
 log = logging.getLogger(__name__)
+
+_OPTIONAL = ("across", "numbers")
+"""Parts of the state that a config may ask for, or no longer, in the middle of a run."""
 
 
 class Session:
@@ -46,6 +51,7 @@ class Session:
 
     Attributes:
       past: what earlier starts of the run did with their time; known to process 0.
+      rollbacks: batches that earlier starts left out when they went back, as `jtrain.train.rollback` lists them.
     """
 
     def __init__(self, config: Config, timetable: Timetable):
@@ -53,6 +59,7 @@ class Session:
         self.dry = bool(config.fast_dev_run)
         self.last_save_step: int | None = None
         self.past = Past()
+        self.rollbacks: list[list[int]] = []
         self._last_save = time.monotonic()
         self.checkpoints: Checkpoints | None = None
         self._lease: RunLease | None = None
@@ -77,11 +84,13 @@ class Session:
         _bring_back(config, backup)
         if is_main():  # the events first: opening the checkpoints may have something to tell
             self._events = Events(run.path)
-            self.past = read_past(read_events(run.path))
+            events = read_events(run.path)
+            self.past, self.rollbacks = read_past(events), windows_of(events)
             if last := os.environ.get(progress.LAST_END):
                 self.emit("restart", {"attempt": int(os.environ[progress.ATTEMPT]), "last": json.loads(last)})
             self._metrics = MetricsLog(run.path)
             self._trackers = Trackers(config.logging.trackers, run.path)
+        self.rollbacks = peers.exchange("rollbacks", self.rollbacks)[0]
         section = config.checkpoint
         self.checkpoints = Checkpoints(
             run.path,
@@ -135,7 +144,8 @@ class Session:
           fingerprint: of the training rows; None: not known.
 
         Returns:
-          The state and the JSON. Parts of `across` that the checkpoint has not, or not of this shape, are still shapes.
+          The state and the JSON. Parts of `across` and `numbers` that the checkpoint has not, or not of this shape, are
+          still shapes.
 
         Raises:
           ConfigError: the checkpoint is another run's (its config differs where it must not).
@@ -148,11 +158,23 @@ class Session:
             with contextlib.suppress(DamagedCheckpoint):  # restore deals with it
                 self._check_resume(self.checkpoints.read_meta(candidate), fingerprint)
                 break
-        state, meta, step = self.checkpoints.restore(abstract, step, optional="across")
+        state, meta, step = self.checkpoints.restore(abstract, step, optional=_OPTIONAL)
         self.saved(step)
         self.emit("resume", {"step": step})
         self.console.resume(step)
         self.console.message(f"resumed from step {step} of {self.config.run_dir}")
+        return state, meta
+
+    def own_steps(self) -> list[int]:
+        """Durable steps that the run may go back to, in order; the same on all processes."""
+        return [] if self.checkpoints is None else self.checkpoints.own_steps()
+
+    def go_back(self, abstract: Any, steps: list[int]) -> tuple[Any, dict[str, Any]]:
+        """The state and JSON of the newest intact one of these steps; see `restore`."""
+        assert self.checkpoints is not None
+        state, meta, step = self.checkpoints.restore(abstract, among=steps, optional=_OPTIONAL)
+        self.saved(step)
+        self.console.resume(step)
         return state, meta
 
     def _check_resume(self, meta: dict[str, Any], fingerprint: str | None) -> None:
@@ -161,9 +183,9 @@ class Session:
 
     def emit(self, event: str, fields: dict[str, Any] | None = None) -> None:
         """Writes a line of events.jsonl; a supervisor hears of the newest durable step."""
-        if event in ("durable", "resume"):
+        if event in ("durable", "resume", ROLLBACK):
             step = (fields or {})["step"]
-            progress.report(durable=step, step=step if event == "resume" else None)
+            progress.report(durable=step, step=None if event == "durable" else step)
         if self._events is not None and not self._taken_over:
             self._events.emit(event, **(fields or {}))
 
@@ -306,6 +328,8 @@ def resumable(meta: dict[str, Any], config: Config, fingerprint: str | None, *, 
                 f"the checkpoint's random numbers were drawn with {name}={value!r}, now it is {now!r}",
                 "set it as it was, or start a new run with --checkpoint.init_from",
             )
+    if (version := meta.get("versions", {}).get("jax", jax.__version__)) != jax.__version__:
+        harmless.append(Difference("the version of jax", version, jax.__version__))
     if refused:
         lines = "\n".join(f"  {difference}" for difference in refused)
         raise ConfigError(
@@ -329,9 +353,10 @@ class Counters:
 
     Attributes:
       step: optimizer updates applied.
-      skipped: steps skipped.
+      skipped: batches that no update was made of.
       tokens: tokens without padding, of all batches used.
       examples: rows of all batches used.
+      skips_in_a_row: steps skipped since the last update.
       owes_evaluation: a preemption came before the evaluation that was due after `step`.
     """
 
@@ -339,6 +364,7 @@ class Counters:
     skipped: int = 0
     tokens: int = 0
     examples: int = 0
+    skips_in_a_row: int = 0
     owes_evaluation: bool = False
 
     @property

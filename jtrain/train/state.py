@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,6 +28,7 @@ from jtrain.parallel.sharding import (
 from jtrain.parallel.xla import compiler_options
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import LossScale, Precision, precision_policy
+from jtrain.train.spikes import Numbers, NumbersRule
 
 INIT_STREAM, TRAIN_STREAM, SAMPLE_STREAM, SKETCH_STREAM = range(4)  # the data has keys of its own: jtrain/data/order.py
 
@@ -43,7 +45,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, optimizer updates applied.
-      skipped: int32 scalar, steps skipped for numbers that were not finite; `step + skipped` batches have been used.
+      skipped: int32 scalar, batches that no update was made of: their numbers were not finite, or a spike, or the run
+        went back and left them out. The next batch is number `step + skipped`.
       params: nested dict of arrays.
       opt_state: the optax state, over the trainable parameters.
       variables: what the model keeps beside parameters (batch statistics, ...).
@@ -51,6 +54,7 @@ class TrainState:
       ema: moving average of the trainable parameters, else None.
       across: what slices keep that compute by themselves (`jtrain/train/across_slices.py`), else None. With local steps
         `params` are the outer parameters, and `opt_state` is a stack, one a slice.
+      numbers: what the step remembers of its own numbers (`jtrain/train/spikes.py`), else None.
       beside: what a task changes between steps and a resume needs (`Trainer.beside`). The step never sees it: it stands
         in what is saved and restored, and is None elsewhere.
     """
@@ -63,6 +67,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     ema: Any = None
     across: Any = None
+    numbers: Numbers | None = None
     beside: Any = None
 
 
@@ -97,6 +102,12 @@ class StatePlan:
         """A `TrainState` of `NamedSharding`s."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
+    @property
+    def window(self) -> int:
+        """Updates whose numbers the state remembers; 0: none."""
+        numbers = self.abstract.numbers
+        return 0 if numbers is None or numbers.losses is None else numbers.losses.shape[0]
+
     def cast(self, params: Any) -> Any:
         """Parameters as the model sees them: in the compute type, but for those that are exact."""
         return jax.tree.map(lambda leaf, exact: leaf if exact else self.precision.cast(leaf), params, self.exact)
@@ -105,6 +116,13 @@ class StatePlan:
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a batch's arrays [A, b, ...], for the DataLoader."""
         return batch_sharding(self.mesh, self.rules)
+
+
+def with_skipped(state: TrainState, count: int) -> TrainState:
+    """The state with another count of skipped batches, hence with another next batch."""
+    place = state.skipped.sharding
+    skipped = jax.make_array_from_callback((), place, lambda _: np.asarray(count, np.int32))
+    return dataclasses.replace(state, skipped=skipped)
 
 
 def select(tree: Any, mask: Any) -> Any:
@@ -130,6 +148,7 @@ def plan_state(
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
     ema: bool = False,
+    numbers: NumbersRule | None = None,
     context: ContextOptions = DEFAULT_OPTIONS,
 ) -> StatePlan:
     """Plans the state's layout without touching a device.
@@ -146,6 +165,7 @@ def plan_state(
       offload_optimizer: optimizer state in pinned host memory between steps.
       offload_parameters: parameters in pinned host memory between steps.
       ema: whether a moving average is kept.
+      numbers: what of the numbers decides about an update; None: only whether they are finite.
       context: how tokens of a row that lie on several devices meet.
     """
     rules = make_rules() if rules is None else rules
@@ -182,6 +202,12 @@ def plan_state(
         loss_scale=scale if precision.loss_scaling else None,
         ema=_with(jax.eval_shape(_float32, select(params, trainable)), select(sharding((), False), trainable))
         if ema
+        else None,
+        numbers=jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+            jax.eval_shape(lambda: Numbers.begin(numbers.window)),
+        )
+        if numbers is not None and numbers.remembers
         else None,
     )
     gradients = select(sharding(gradient_axes, False), trainable)
@@ -227,6 +253,7 @@ def init_state(
             loss_scale=None if plan.abstract.loss_scale is None else LossScale.create(),
             ema=None if plan.abstract.ema is None or drawn is not None else _float32(trained),
             across=None if across is None or drawn is not None else across.begin(params),
+            numbers=None if plan.abstract.numbers is None else Numbers.begin(plan.window),
         )
 
     places = plan.shardings

@@ -26,6 +26,7 @@ from jtrain.train.loss import Loss, LossFn, call_loss
 from jtrain.train.model import FunctionalModel
 from jtrain.train.precision import Precision
 from jtrain.train.schedules import Schedule
+from jtrain.train.spikes import NumbersRule
 from jtrain.train.state import TRAIN_STREAM, StatePlan, TrainState, combine, select, stream_key
 
 Metrics = dict[str, Any]
@@ -43,6 +44,7 @@ def make_train_step(
     schedule: Schedule | None = None,
     max_grad_norm: float = 0.0,
     nonfinite: str = "skip",
+    numbers: NumbersRule | None = None,
     ema_decay: float = 0.0,
     step_hook: StepHook | None = None,
     gradients: GradientFn | None = None,
@@ -61,6 +63,7 @@ def make_train_step(
       max_grad_norm: gradients are scaled down to this global norm; 0: never.
       nonfinite: skip | stop (both leave the state as it was) | warn (applies the update; an overflow of fp16 gradients,
         which the loss scale answers, is skipped under every policy).
+      numbers: what a spike is, and what makes the state stand still; the rule that the plan was made with.
       ema_decay: of the moving average, if the plan has one.
       step_hook: sees and may change gradients and metrics.
       gradients: how the gradients of a batch come about; by default `accumulated_gradients`.
@@ -69,8 +72,9 @@ def make_train_step(
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The state is donated. `batch` holds arrays [A, b, ...]: A micro-batches
-      of b rows. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `finite`, `step`, `skipped`, `tokens`
-      (of this batch, without padding), `sums`: name -> (sum, count), and what the model's `end_step` returns.
+      of b rows. Metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `finite`, `spike` (where one is looked
+      for), `step`, `skipped`, `tokens` (of this batch, without padding), `sums`: name -> (sum, count), and what the
+      model's `end_step` returns.
     """
     precision = plan.precision
     gradients = accumulated_gradients(model, loss_fn, plan) if gradients is None else gradients
@@ -92,13 +96,12 @@ def make_train_step(
         if step_hook is not None:
             grads, metrics = step_hook(grads, state, metrics)
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         if max_grad_norm:  # torch.nn.utils.clip_grad_norm_'s coefficient
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_grad_norm / (norm + 1e-6)).astype(g.dtype), grads)
 
         new = dataclasses.replace(_update(state, grads, variables, tx, plan, ema_decay), across=across or None)
-        new = accept(new, state, metrics["loss"], finite, nonfinite, precision)
-        metrics |= {"grad_norm": norm, "finite": finite, "step": new.step, "skipped": new.skipped}
+        new, verdict = accept(new, state, metrics["loss"], norm, nonfinite, numbers, precision)
+        metrics |= {"grad_norm": norm, "step": new.step, "skipped": new.skipped} | verdict
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step + 1)
         return new, metrics
@@ -173,18 +176,42 @@ def jit(function: Callable, plan: StatePlan, options: dict | None, **keywords: A
 
 
 def accept(
-    new: TrainState, state: TrainState, loss: jax.Array, finite: jax.Array, nonfinite: str, precision: Precision
-) -> TrainState:
-    """The new state where the step's numbers are finite, else (unless the policy is `warn`) the old one, counted."""
-    applied = finite
-    if nonfinite == "warn":
-        applied = finite | ~jnp.isfinite(loss) if precision.loss_scaling else jnp.bool_(True)
-    if nonfinite != "warn" or precision.loss_scaling:
+    new: TrainState,
+    state: TrainState,
+    loss: jax.Array,
+    norm: jax.Array,
+    nonfinite: str,
+    rule: NumbersRule | None,
+    precision: Precision,
+) -> tuple[TrainState, Metrics]:
+    """The new state where the step's numbers are good, else the old one with one more skipped batch.
+
+    Returns:
+      The state, and the metrics `finite` and, where spikes are looked for, `spike`.
+    """
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    overflow = jnp.isfinite(loss) & ~finite & precision.loss_scaling
+    applied = ~overflow if nonfinite == "warn" else finite
+    verdict, halted = {"finite": finite}, jnp.bool_(False)
+    numbers = state.numbers if rule is not None else None
+    if rule is not None and numbers is not None:
+        halted = ~finite & ~overflow & rule.halts_on_nonfinite
+        if rule.window:
+            spike = finite & numbers.is_spike(loss, norm, rule.threshold)
+            applied, halted = applied & ~spike, halted | (spike & rule.halts_on_spike)
+            verdict["spike"] = spike
+        applied &= ~numbers.halted
+    if nonfinite != "warn" or precision.loss_scaling or numbers is not None:
         new = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
     new = dataclasses.replace(new, skipped=state.skipped + ~applied)
     if state.loss_scale is not None:
-        new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite))
-    return new
+        scale = state.loss_scale.update(finite)
+        still = halted if numbers is None else halted | numbers.halted
+        scale = jax.tree.map(lambda a, b: jnp.where(still, b, a), scale, state.loss_scale)
+        new = dataclasses.replace(new, loss_scale=scale)
+    if numbers is not None:
+        new = dataclasses.replace(new, numbers=numbers.after(loss, norm, applied & finite, halted))
+    return new, verdict
 
 
 def _update(

@@ -39,8 +39,11 @@ from jtrain.train.history import History
 from jtrain.train.loop import Loop
 from jtrain.train.loss import LossFn
 from jtrain.train.program import InitialWeights, build_program, mesh_and_batch
+from jtrain.train.rollback import Rollbacks
+from jtrain.train.self_test import check_draw
 from jtrain.train.session import Counters, Session
-from jtrain.train.state import TrainState, combine
+from jtrain.train.spikes import complete_numbers
+from jtrain.train.state import TrainState, combine, with_skipped
 from jtrain.train.step import StepHook
 from jtrain.train.timetable import Timetable
 
@@ -133,6 +136,7 @@ class Trainer:
         self._session: Session | None = None
         self.requests: set[str] = set()  # log, evaluate, save, stop: see `request_...`
         self.interrupts: Callable[[], bool] = bool  # breaks an evaluation off; never, unless the loop says when
+        self.rollbacks = Rollbacks()
         self._trained = False
         self.history = History()
 
@@ -148,6 +152,7 @@ class Trainer:
         with guarded(self.config) as guard, self._open_session(guard) as session:
             self.goodput.open(session.past)
             self.say(" | ".join(self.summary()))
+            check_draw(tuple(self.mesh.devices.flat))
             self._restore_or_init(session)
             if not session.dry and processes.is_main():
                 write_quarantine(self.config.run_dir, self.train_rows, self.eval_rows)
@@ -340,12 +345,34 @@ class Trainer:
         if session is None or session.checkpoints is None or session.last_save_step == step:
             return
         meta = self.counters.meta(self.config, self.callbacks.state_dict(), self._fingerprint)
+        meta |= {"rollbacks": self.rollbacks.windows}
         state = dataclasses.replace(self.state, beside=self.beside())
         with self.goodput("save_stall"):
             session.checkpoints.save(step, state, meta, metrics or None)
         session.saved(step)
         self.account()
         self.callbacks("on_save", self, step)
+
+    def restore(self, read: Callable[[Any], tuple[Any, dict[str, Any]]]) -> None:
+        """Goes on from a checkpoint: `read(shapes and places)` returns its state and its JSON."""
+        self._state = None  # one state in memory, not two
+        abstract = dataclasses.replace(self.plan.abstract, beside=self.abstract_beside())
+        with self.goodput("restore"):
+            state, meta = read(abstract)
+        self._state, anew = complete(dataclasses.replace(state, beside=None), self.plan)
+        self._state = complete_numbers(self._state, self.plan.window, self.plan.shardings.step)
+        if state.beside is not None:
+            self.take_beside(state.beside)
+        if anew:
+            self.say(f"between slices, {' and '.join(anew)} begin anew: the checkpoint has none for this mesh")
+        self.counters = Counters(**meta["counters"])
+        self.rollbacks.add(meta.get("rollbacks", ()))
+        self.callbacks.load_state_dict(meta["callbacks"])
+
+    def leave_out(self, batches: int) -> None:
+        """Goes on behind the next `batches` batches, which count as skipped. The device is idle."""
+        self.counters.skipped += batches
+        self.state = with_skipped(self.state, self.counters.skipped)
 
     def wait(self) -> None:
         """Waits until the last save is durable."""
@@ -408,17 +435,9 @@ class Trainer:
         resumes = session.resumes()
         if resumes or source or self._trained:  # trained: a fit that broke off before its first save begins anew
             self._state = None  # one state in memory, not two
+        self.rollbacks = Rollbacks(session.rollbacks if resumes else ())
         if resumes:
-            abstract = dataclasses.replace(self.plan.abstract, beside=self.abstract_beside())
-            with self.goodput("restore"):
-                state, meta = session.restore(abstract, self._fingerprint)
-            self._state, anew = complete(dataclasses.replace(state, beside=None), self.plan)
-            if state.beside is not None:
-                self.take_beside(state.beside)
-            if anew:
-                self.say(f"between slices, {' and '.join(anew)} begin anew: the checkpoint has none for this mesh")
-            self.counters = Counters(**meta["counters"])
-            self.callbacks.load_state_dict(meta["callbacks"])
+            self.restore(lambda abstract: session.restore(abstract, self._fingerprint))
             session.write_config()
             return
         if self._trained:

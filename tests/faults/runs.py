@@ -37,7 +37,15 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-def start(config: dict[str, Any], name: str, *, fault: str = "", rank: int = 0, **environment: str) -> list[Running]:
+def start(
+    config: dict[str, Any],
+    name: str,
+    *,
+    fault: str = "",
+    rank: int = 0,
+    program: str = "linear_run.py",
+    **environment: str,
+) -> list[Running]:
     """Starts both processes; one of them has the fault."""
     folder = Path(config["run_dir"]).parent
     path = folder / f"{name}.yaml"
@@ -50,7 +58,7 @@ def start(config: dict[str, Any], name: str, *, fault: str = "", rank: int = 0, 
         own = {"FAULT": fault} if fault and number == rank else {}
         with (folder / f"{name}.{number}.out").open("wb") as out, (folder / f"{name}.{number}.err").open("wb") as err:
             process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("linear_run.py")), "train", str(path),
+                [sys.executable, str(Path(__file__).with_name(program)), "train", str(path),
                  "--distributed.coordinator_address", address, "--distributed.num_processes", "2",
                  "--distributed.process_id", str(number)],
                 cwd=folder,

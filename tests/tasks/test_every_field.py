@@ -271,7 +271,8 @@ SEEN = {
     "checkpoint.resume": "tests/train/test_session.py::test_a_run_that_goes_back_to_a_step_sets_the_newer_ones_aside",
     "checkpoint.init_from": "tests/train/test_session.py::test_init_from_takes_the_parameters_and_begins_anew",
     "checkpoint.async_save": "tests/train/test_session.py::test_how_checkpoints_are_kept_comes_from_the_config",
-    "checkpoint.backup": "tests/checkpoint/test_backup_run.py::test_a_run_whose_directory_is_gone_goes_on_from_the_copies",
+    "checkpoint.backup": "tests/checkpoint/test_backup_run.py::"
+    "test_a_run_whose_directory_is_gone_goes_on_from_the_copies",
     "eval.batch_size": "tests/train/test_evaluation.py::test_a_limit_means_the_same_rows_on_every_mesh",
     "eval.max_batches": "tests/train/test_evaluation.py::test_a_limit_means_the_same_rows_on_every_mesh",
     "eval.use_ema": "tests/train/test_evaluation.py::test_the_moving_average_is_what_is_evaluated_where_it_is_wanted",
@@ -318,6 +319,18 @@ SEEN = {
         for name in ("devices", "data", "fsdp", "tensor", "expert")
     },
     "faults.max_consecutive_skips": "tests/train/test_trainer.py::test_batches_skipped_one_after_the_other_end_the_run",
+    "faults.spike": "tests/train/test_spikes.py::test_the_rule_of_a_config",
+    "faults.spike_window": "tests/train/test_spikes.py::test_the_rule_of_a_config",
+    "faults.spike_threshold": "tests/train/test_spikes.py::test_the_rule_of_a_config",
+    "faults.max_rollbacks": "tests/train/test_rollback.py::"
+    "test_no_rollback_without_a_checkpoint_or_where_the_config_forbids_it",
+    "faults.rollback_margin": "tests/train/test_rollback.py::"
+    "test_b2_a_spike_takes_the_run_back_and_it_goes_on_behind_it",
+    "faults.bundle_step": "tests/train/test_bundle.py::test_an_update_can_be_kept_by_request_and_changes_nothing",
+    "faults.check_replicas_every_n_steps": "tests/train/test_device_checks.py::"
+    "test_b4_replicas_are_compared_every_n_steps_and_before_a_save_and_never_by_default",
+    "faults.replay_every_n_steps": "tests/train/test_device_checks.py::"
+    "test_b5_an_update_that_comes_to_something_else_the_second_time_ends_the_run",
     "faults.watchdog_minutes": "tests/config/test_ladder.py::test_the_watchdog_sets_the_limits_of_a_step",
     "faults.preemption_signals": "tests/train/test_preemption.py::test_signals_of_the_config_save_and_leave",
     "faults.preemption_grace_seconds": "tests/train/test_guard.py::"

@@ -4,7 +4,8 @@ import pytest
 
 from jtrain.config.schema import FaultsConfig
 from jtrain.errors import NumbersError
-from jtrain.train.faults import FiniteCheck
+from jtrain.train.faults import NumbersCheck
+from jtrain.train.session import Counters
 
 FINE = {"finite": True, "loss": 1.0, "grad_norm": 1.0}
 NAN = {"finite": False, "loss": math.nan, "grad_norm": math.nan}
@@ -15,7 +16,13 @@ def check(loss_scaling=False, **faults):
     """A check, and the list of its events."""
     events = []
     emit = lambda event, fields: events.append((event, fields["step"]))
-    return FiniteCheck(FaultsConfig(**faults), loss_scaling=loss_scaling, emit=emit), events
+    look, counters = NumbersCheck(FaultsConfig(**faults), loss_scaling=loss_scaling, emit=emit), Counters()
+
+    def at(step, values):
+        counters.step = step
+        look(counters, values)
+
+    return at, events
 
 
 def test_a_finite_step_starts_the_count_anew():

@@ -56,6 +56,7 @@ class FirstError:
     def __init__(self) -> None:
         self._seen: list[Report] = []
         self._in_traceback: set[int] = set()
+        self._oom_kills = oom_kills()
 
     def line(self, rank: int, host: str, text: str) -> None:
         """A line of standard error."""
@@ -75,7 +76,14 @@ class FirstError:
         if any(report.rank == rank and report.cause for report in self._seen):
             return  # it has said why
         if code < 0:
-            text = f"killed by {_name(-code)}" + (" (out of memory, or by somebody)" if code == -signal.SIGKILL else "")
+            text = f"killed by {_name(-code)}"
+            if code == -signal.SIGKILL:
+                ran_out = oom_kills() > self._oom_kills
+                text += (
+                    " (likely out of memory: the kernel has ended a process for it)"
+                    if ran_out
+                    else (" (out of memory, or by somebody)")
+                )
             # jax aborts a process whose peer is gone: after other words an abort is a consequence.
             self.note(Report(rank, host, text, code != -signal.SIGABRT or not self._seen))
         else:
@@ -88,6 +96,15 @@ class FirstError:
     def first(self) -> Report | None:
         """What went wrong first; None: nothing did."""
         return next((report for report in self._seen if report.cause), next(iter(self._seen), None))
+
+
+def oom_kills() -> int:
+    """Processes of this machine that the kernel has ended because memory ran out, in a container's limit too."""
+    try:
+        with open("/proc/vmstat") as lines:
+            return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0
 
 
 def _name(number: int) -> str:

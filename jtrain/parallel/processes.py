@@ -8,8 +8,10 @@ to come before the first use of a device. On TPU pods, under Slurm and on GKE th
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import socket
 from typing import Any
 
 import jax
@@ -120,6 +122,28 @@ def _detected_processes() -> int | None:
     return (hosts.count(",") + 1) * (int(slices) if slices.isdigit() else 1) if hosts else None
 
 
+def _check_port(address: str) -> None:
+    """Raises:
+    PeerLostError: somebody listens there; jax would end with a segmentation fault, and without a word of why.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=_family(host)):
+            pass
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PeerLostError(
+                f"distributed.coordinator_address: {address} is taken: another program listens there",
+                "end it (an earlier start of this run?), or give another port",
+            ) from error
+    except ValueError:  # no address: jax says so
+        pass
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _join(distributed: DistributedConfig) -> None:
     # Its notifier would take SIGTERM away from us (jtrain/train/preemption.py), and hold it until somebody asks.
     jax.config.update("jax_enable_preemption_service", False)
@@ -134,6 +158,8 @@ def _join(distributed: DistributedConfig) -> None:
             "process_id": distributed.process_id,
             "coordinator_bind_address": distributed.bind_address or distributed.coordinator_address,
         }
+        if distributed.process_id == 0:
+            _check_port(arguments["coordinator_bind_address"])
     try:
         jax.distributed.initialize(**arguments)
     except ValueError as error:

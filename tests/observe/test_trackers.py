@@ -1,4 +1,6 @@
 import logging
+import threading
+import time
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -46,6 +48,8 @@ def test_a_failing_tracker_is_dropped_with_a_warning_and_the_others_go_on(tmp_pa
     with caplog.at_level(logging.WARNING, logger="jtrain"):
         for step in (1, 2, 3):
             trackers.log(step, "train", {"loss": 1.0})
+        while trackers.names != ("good",) or len(good.lines) < 3:  # each has its own thread
+            time.sleep(0.01)
     assert [line[0] for line in good.lines] == [1, 2, 3] and [line[0] for line in bad.lines] == [1]
     assert trackers.names == ("good",)
     assert len(caplog.records) == 1 and "server away" in caplog.text
@@ -57,3 +61,26 @@ def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(tmp_path, caplog)
     (tmp_path / "tb").write_text("a file where a folder should be")
     assert Trackers(["tensorboard"], tmp_path).names == ()
     assert "tensorboard" in caplog.text
+
+
+def test_m1_a_tracker_that_hangs_holds_nobody_up_and_is_not_waited_for(tmp_path, caplog, monkeypatch):
+    over = threading.Event()
+
+    class Hangs(Recorder):
+        def log(self, step, split, values):
+            over.wait(60)
+
+    good = Recorder()
+    monkeypatch.setattr("jtrain.observe.trackers.TRACKERS", {"hangs": lambda _: Hangs(), "good": lambda _: good})
+    monkeypatch.setattr("jtrain.observe.trackers.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("jtrain.observe.trackers.WAITING_CALLS", 50)
+    trackers = Trackers(["hangs", "good"], tmp_path)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="jtrain"):
+        for step in range(40):
+            trackers.log(step, "train", {"loss": 1.0})
+        trackers.close()
+    assert time.monotonic() - began < 20
+    assert [line[0] for line in good.lines] == list(range(40)) and good.closed
+    assert "hangs has not ended in 0.2 s" in caplog.text
+    over.set()

@@ -12,10 +12,20 @@ from fsspec.registry import _registry
 from jtrain.checkpoint import layout
 
 
+class Objects(dict[str, Any]):
+    """Several threads write while one lists."""
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self.keys()))
+
+    def items(self) -> Any:
+        return tuple(super().items())
+
+
 class Store(MemoryFileSystem):
     """One for all instances. `before(operation, path)` may raise or wait; `log` has what was done, in order."""
 
-    store: dict[str, Any] = {}  # noqa: RUF012
+    store: dict[str, Any] = Objects()
     pseudo_dirs: list[str] = [""]  # noqa: RUF012
     log: list[tuple[str, str]] = []  # noqa: RUF012
     before: Any = staticmethod(lambda operation, path: None)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jtrain import Loss
+from jtrain.checkpoint import Checkpoints
 from jtrain.errors import CheckpointError, NumbersError
 from jtrain.train.bundle import read_bundle
 from jtrain.train.nonfinite import Place, first_nonfinite
@@ -64,7 +65,11 @@ def test_b3_the_batch_that_ends_a_run_can_be_made_again_bit_by_bit(end, tmp_path
     number = {"streak": 12, "all": 11}.get(end, 10)
     assert said["batch"] == number
     np.testing.assert_array_equal(batch["y"].reshape(-1), rows(bad, value)["y"][number * BATCH : (number + 1) * BATCH])
-    found = replay(make(tmp_path / "elsewhere", rows=rows(), faults=faults, **FIELDS).program, folder)
+    program = make(tmp_path / "elsewhere", rows=rows(), faults=faults, **FIELDS).program
+    found = replay(program, folder)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        numbers = checkpoints.restore(program.plan.abstract)[0].numbers
+    assert numbers is None or not numbers.halted  # as it was before the batch
     (step,) = found["steps"]
     assert step["equal"] and found["state"]["equal"] and found["changed"] == {}
     assert step["finite"] == (end in ("spike", "all")) and step.get("spike", False) == (end in ("spike", "all"))

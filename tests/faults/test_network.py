@@ -1,4 +1,4 @@
-"""N1 to N3: a coordinator that dies, a network that is cut for a while, a port that is taken."""
+"""K2, N1 to N3: kills while it compiles and of the coordinator, a network that is cut, a port that is taken."""
 
 import contextlib
 import json
@@ -21,26 +21,40 @@ from tests.parity.test_kill import result
 pytestmark = pytest.mark.faults
 
 
-def test_n1_a_killed_coordinator_is_started_again_within_a_minute(reference, tmp_path):
-    config = config_of(tmp_path)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    environment = worker_environment(tmp_path, tmp_path / "ledger") | {"SLOW": "0.1", "FAULT": "kill@step:6"}
-    environment["FAULT_RANK"] = "0"  # which holds the coordinator
-    (tmp_path / "ledger").mkdir()
-    command = [sys.executable, "-m", "jtrain", "launch", "local", str(tmp_path / "run.yaml"), "--hosts", "2"]
+def launched(config, folder, fault):
+    """What a supervisor and its two processes said, of which process 0 has the fault, and its ledger of rows."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    (folder / "ledger").mkdir()
+    environment = worker_environment(folder, folder / "ledger") | {"SLOW": "0.1", "FAULT": fault, "FAULT_RANK": "0"}
+    command = [sys.executable, "-m", "jtrain", "launch", "local", str(folder / "run.yaml"), "--hosts", "2"]
     ran = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
     )
     text = ran.stdout + ran.stderr
     assert ran.returncode == 0, text[-4000:]
     assert "rank 0 (local0): killed by SIGKILL" in text and "done: exit 0 after 2 attempts" in text
-    lines = [json.loads(line) for line in (tmp_path / "ledger" / "rows-0.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "ledger" / "rows-0.jsonl").read_text().splitlines()]
+
+
+def same(config, reference):
+    found = result(config)
+    return all(found[part] == reference[part] for part in ("step", "counters", "lines", "bits"))
+
+
+def test_k2_a_kill_in_the_first_compilation_leaves_a_cache_that_works(reference, tmp_path):
+    config = config_of(tmp_path, compile_cache=str(tmp_path / "compiled"))
+    launched(config, tmp_path, "kill@compile")
+    assert same(config, reference)
+
+
+def test_n1_a_killed_coordinator_is_started_again_within_a_minute(reference, tmp_path):
+    config = config_of(tmp_path)
+    lines = launched(config, tmp_path, "kill@step:6")  # process 0 holds the coordinator
     starts = [place for place, line in enumerate(lines) if line["kind"] == "start"]
     before = lines[starts[1] - 1]["time"]
     after = next(line["time"] for line in lines[starts[1] :] if line["kind"] == "done")
     assert after - before < 60
-    found = result(config)
-    assert all(found[part] == reference[part] for part in ("step", "counters", "lines", "bits"))
+    assert same(config, reference)
 
 
 # -- N2: each process in a network of its own, with a cable between them ----------------------------------------------

@@ -30,7 +30,9 @@ class Jump(Callback):
             self.monkeypatch.setattr(time, "time", lambda: real() + self.seconds)
 
 
-@pytest.mark.parametrize("seconds", [3600.0, -3600.0], ids=["W1-forward", "W1-back"])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(3600.0, id="W1-forward", marks=pytest.mark.faults), pytest.param(-3600.0, id="W1-back")]
+)
 def test_w1_a_clock_that_jumps_an_hour_changes_no_bit_no_name_and_no_interval(seconds, tmp_path, monkeypatch):
     fields = {"max_steps": 6, "checkpoint": {"save_steps": 2, "save_minutes": 30.0, "save_total_limit": 9}}
     whole = make(tmp_path / "whole", **fields)

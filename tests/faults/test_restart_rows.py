@@ -18,6 +18,8 @@ from tests.train.fits import examples, settings, squared_error
 from tests.train.linear import Linear
 from tests.train.test_session import Wide
 
+slow = pytest.mark.faults
+
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys):
@@ -49,7 +51,9 @@ EVERY = {"logging": {"log_every_n_steps": 1, "trackers": []}}
     ("changes", "said"),
     [
         pytest.param({"optimizer": {"learning_rate": 0.05}}, "optimizer.learning_rate: 0.1 -> 0.05", id="R1-lr"),
-        pytest.param({"logging": {"log_every_n_steps": 2}}, "logging.log_every_n_steps: 4 -> 2", id="R1-log"),
+        pytest.param(
+            {"logging": {"log_every_n_steps": 2}}, "logging.log_every_n_steps: 4 -> 2", id="R1-log", marks=slow
+        ),
     ],
 )
 def test_r1_rates_and_logging_may_change_and_the_difference_is_said(changes, said, train, tmp_path):
@@ -102,6 +106,7 @@ def test_r4_four_two_and_four_devices_give_the_same_losses(train, tmp_path):
     np.testing.assert_allclose(list(parts.values()), list(whole.values()), rtol=1e-5)
 
 
+@slow
 def test_r5_more_or_fewer_data_processes_change_no_loss(train, tmp_path):
     assert train(folder="whole", **EVERY)[0] == 0
     assert train(max_steps=3, data={"num_workers": 1, "prefetch": 0}, **EVERY)[0] == 0
@@ -110,7 +115,7 @@ def test_r5_more_or_fewer_data_processes_change_no_loss(train, tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.faults
+@slow
 def test_r5_one_two_and_four_tokenising_processes_give_the_same_documents(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "record {number} of some words"}}\n' for number in range(200)))

@@ -187,6 +187,6 @@ def test_w3_two_hundred_saves_leave_no_memory_and_no_more_than_what_is_kept_on_t
             disk.append(sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file()))
     assert checkpoints.durable_step == 200
     assert sorted(path.parent.name for path in (tmp_path / "run").rglob("manifest.json")) == ["199", "200"]
-    assert max(disk) < 2.1 * 2**20 and disk[-1] == disk[99]
+    assert max(disk) < 2.1 * 2**20 and max(disk[50:]) - min(disk[50:]) < 1024  # times of day differ in length
     slope = np.polyfit(np.arange(100), np.asarray(used[100:], float), 1)[0]
     assert abs(slope) < 2**20 / 4, f"{slope / 2**20:.3f} MiB a save"

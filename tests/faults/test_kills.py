@@ -92,6 +92,7 @@ def test_k6_a_kill_in_a_restore_changes_nothing(rank, reference, tmp_path):
     goes_on(config, reference)
 
 
+@pytest.mark.timeout(1800)
 def test_k4_twenty_kills_at_random_times_lose_no_durable_step(reference, tmp_path):
     rng, kills, run = random.Random(0), 0, 0
     while kills < 20:

@@ -52,6 +52,7 @@ class Session:
     Attributes:
       past: what earlier starts of the run did with their time; known to process 0.
       rollbacks: batches that earlier starts left out when they went back, as `jtrain.train.rollback` lists them.
+      ended: the step at which the run was last complete; None: it never was.
     """
 
     def __init__(self, config: Config, timetable: Timetable):
@@ -60,6 +61,7 @@ class Session:
         self.last_save_step: int | None = None
         self.past = Past()
         self.rollbacks: list[list[int]] = []
+        self.ended: int | None = None
         self._last_save = time.monotonic()
         self.checkpoints: Checkpoints | None = None
         self._lease: RunLease | None = None
@@ -86,11 +88,13 @@ class Session:
             self._events = Events(run.path)
             events = read_events(run.path)
             self.past, self.rollbacks = read_past(events), windows_of(events)
+            ends = [line["step"] for line in events if line["event"] == "end" and "error" not in line]
+            self.ended = ends[-1] if ends else None
             if last := os.environ.get(progress.LAST_END):
                 self.emit("restart", {"attempt": int(os.environ[progress.ATTEMPT]), "last": json.loads(last)})
             self._metrics = MetricsLog(run.path)
             self._trackers = Trackers(config.logging.trackers, run.path)
-        self.rollbacks = peers.exchange("rollbacks", self.rollbacks)[0]
+        self.rollbacks, self.ended = peers.exchange("history", [self.rollbacks, self.ended])[0]
         section = config.checkpoint
         self.checkpoints = Checkpoints(
             run.path,

@@ -157,6 +157,7 @@ class Trainer:
             if not session.dry and processes.is_main():
                 write_quarantine(self.config.run_dir, self.train_rows, self.eval_rows)
             total, owed = self.timetable.max_steps, self.counters.owes_evaluation and self.eval_rows is not None
+            owed = owed and session.ended != self.counters.step  # made good, and nothing was left to save
             loop = Loop(self, session, guard, resumed=session.last_save_step is not None)
             if self.ends() and not owed:
                 self.say(f"the run is complete: max_steps={total}, and step {self.counters.step} is reached")

@@ -124,6 +124,9 @@ def test_so_is_what_the_last_step_owes(tmp_path, undisturbed):
     diary = Diary()
     goes_on(tmp_path, undisturbed, [diary])
     assert diary.entries == [("fit", 10), ("evaluate", 10), ("end", 10)]
+    again = Diary()
+    run(tmp_path, [again]).fit()  # it is complete
+    assert again.entries == []
 
 
 def test_a_signal_during_the_last_save_does_not_cut_it_off(tmp_path, undisturbed, monkeypatch):

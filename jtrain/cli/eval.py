@@ -172,8 +172,9 @@ def _options(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _words(given: Mapping[str, Any], name: str) -> list[str]:
-    """Names, divided by spaces or commas."""
-    words = [word.strip() for text in given.get(name, ()) for word in text.split(",") if word.strip()]
+    """Names, divided by spaces or commas, in brackets or not."""
+    words = [word.strip(" []'\"") for text in given.get(name, ()) for word in text.split(",")]
+    words = [word for word in words if word]
     if name in given and not words:
         raise ConfigError(f"--{name} is empty", "name one at least, or leave it out")
     return words

@@ -173,7 +173,8 @@ class DataConfig(Section):
     """Begins every document with the tokenizer's begin-of-sequence token."""
     packing: Literal["best_fit", "best_fit_split", "concat", "none"] = "best_fit"
     """best_fit: whole documents share rows (a longer one is cut into pieces; an example is truncated); best_fit_split:
-    examples that are too long are cut into pieces, too; concat: one stream cut into rows; none: one document a row."""
+    examples that are too long are cut into pieces, too; concat: one stream cut into rows (held-out data as best_fit or
+    best_fit_split has it); none: one document a row."""
     truncation: Literal["keep_start", "keep_end"] = "keep_start"
     """Which part stays of an example that is longer than max_length."""
     chat_template: str | None = None

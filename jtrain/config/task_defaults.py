@@ -117,6 +117,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("eval.metrics", "eval.metric_examples", "eval.max_new_tokens", "eval.num_samples"), ("sft", "distill")
     ),
+    "eval.sample_prompts": ("pretrain", "sft", "dpo", "distill"),
     "data.truncation": ("sft", "dpo", "distill"),
     "data.chat_template": ("sft", "dpo", "reward", "distill"),
     "data.buckets": ("sft", "dpo", "reward", "distill"),
@@ -130,7 +131,6 @@ READ_BY: dict[str, tuple[str, ...]] = {
             "data.max_bad_records",
             "loss",
             "model.lora",
-            "eval.sample_prompts",
             "context",
         ),
         ("pretrain", "sft", "dpo", "reward", "distill"),

@@ -61,7 +61,8 @@ def build_data(
     elif hold_out and isinstance(data.eval, float):
         parts = [_split(config, name, store) for name, (store, _) in zip(names, stores, strict=True)]
         edges = [first for first, _ in parts]
-        held_out = EvalRows(_packed(config, tokenizer, stores, [last for _, last in parts]), buckets=buckets)
+        packed = _packed(config, tokenizer, stores, [last for _, last in parts], held_out=True)
+        held_out = EvalRows(packed, buckets=buckets)
     rows = _packed(config, tokenizer, stores, edges)
     weights, shuffle = data.weights, data.shuffle
     return TrainRows(rows, seed=config.seed, weights=weights, shuffle=shuffle, buckets=buckets), held_out
@@ -87,7 +88,7 @@ def build_eval(
     if check is not None:
         for store, _ in stores:
             check(store)
-    packed = _packed(config, tokenizer, stores, [store.edges for store, _ in stores])
+    packed = _packed(config, tokenizer, stores, [store.edges for store, _ in stores], held_out=True)
     return EvalRows(packed, buckets=_buckets(config))
 
 
@@ -119,7 +120,7 @@ def _open(config: Config, tokenizer: Tokenizer, data: Any, field: str, argument:
 
 
 def _packed(
-    config: Config, tokenizer: Tokenizer, stores: Sequence[Opened], edges: Sequence[np.ndarray]
+    config: Config, tokenizer: Tokenizer, stores: Sequence[Opened], edges: Sequence[np.ndarray], held_out: bool = False
 ) -> list[PackedRows]:
     """The planned rows of a stretch of each store."""
     if config.task not in ("pretrain", *EXAMPLES):
@@ -127,10 +128,15 @@ def _packed(
         return [preference.rows_of(config, store, part, tokenizer.pad_id, title) for (store, title), part in found]
     token_bytes = tokenizer.token_bytes()
     data, length = config.data, config.max_length
+    packing = data.packing
+    if (
+        held_out and packing == "concat"
+    ):  # a token that a row begins with is not scored: figures would depend on the cuts
+        packing = "best_fit" if config.task == "pretrain" else "best_fit_split"
     return [
         PackedRows(
             store,
-            open_plan(store, part, length, data.packing, data.truncation),
+            open_plan(store, part, length, packing, data.truncation),
             token_bytes=token_bytes,
             pad_id=tokenizer.pad_id,
             edges=part,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jtrain.data.chat import ChatTemplate
-from jtrain.data.conversations import ChatEncoder, beside, columns, common_prefix, conversation
+from jtrain.data.conversations import ChatEncoder, beside, columns, common_prefix, conversation, has_images
 from jtrain.data.examples import Encoder, Example
 from jtrain.data.packing import Plan
 from jtrain.data.rows import IGNORE, Batch, EvalRows, PackedRows, TrainRows
@@ -78,6 +78,8 @@ def preference_encoder(
     encoder = ChatEncoder(tokenizer, chat, append_eos=append_eos, prepend_bos=prepend_bos)
 
     def encode(record: Mapping[str, Any]) -> list[Example]:
+        if has_images(record):
+            raise DataError("it holds images, and preferences are learned from text alone", "Remove the record.")
         found = form_of(record)
         if found != form:
             given = columns({name: value for name, value in record.items() if value is not None})

@@ -107,6 +107,7 @@ def test_figures_are_printed_a_line_each(folder, data, capsys):
         ([], "write --data FILE, or --tasks"),
         (["--data"], "--data has no value"),
         (["--data", "a", "--metrics", "blue"], "Did you mean bleu?"),
+        (["--data", "a", "--metrics", "[bleu, rugue]"], "Did you mean rouge?"),
         (["--data", "a", "--metrics", ","], "--metrics is empty"),
         (["--metrics", "bleu", "--tasks", "x"], "--metrics without --data"),
         (["--data", "a", "--limit", "3"], "--limit without --metrics"),

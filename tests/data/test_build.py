@@ -44,6 +44,14 @@ def test_a_text_is_divided_into_training_and_its_held_out_end(tmp_path):
     assert batch["bytes"].sum() == 92
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_packing_does_not_change_what_is_scored(tmp_path, packing):
+    held = jsonl(tmp_path / "b.jsonl", ["b" * n for n in (3, 9, 12, 5, 14, 7)])
+    _, rows = build(jsonl(tmp_path / "a.jsonl", ["a" * 40] * 3), eval=(str(held),), packing=packing)
+    batch = rows.rows(np.arange(len(rows)))
+    assert ((batch["labels"] != IGNORE).sum(), batch["bytes"].sum()) == (50, 44)  # of each all but the first byte; ends
+
+
 def test_every_source_holds_out_its_own_end(tmp_path):
     first, second = jsonl(tmp_path / "a.jsonl", ["a" * 9] * 20), jsonl(tmp_path / "b.jsonl", ["b" * 9] * 10)
     train, held_out = build(first, second, eval=0.1)

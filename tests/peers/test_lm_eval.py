@@ -2,7 +2,7 @@
 
     pytest -m peers tests/peers/test_lm_eval.py
 
-Needs lm-eval; torch and transformers for the comparison with its own class.
+Needs lm-eval; torch, transformers and accelerate for the comparison with its own class.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def scores(found, task):
 
 
 def test_figures_are_those_of_lm_evals_own_class(folder, tasks, ours):
-    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        pytest.skip("needs torch and transformers")
+    if not all(map(importlib.util.find_spec, ("torch", "transformers", "accelerate"))):
+        pytest.skip("needs torch, transformers and accelerate")
     from lm_eval.models.huggingface import HFLM
 
     theirs = evaluated(HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4), tasks, num_fewshot=1)

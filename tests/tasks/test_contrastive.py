@@ -296,7 +296,7 @@ def test_an_image_that_is_damaged_ends_the_verb_with_65_and_its_record(tmp_path,
     args = ["--data.train", str(tmp_path / "rows.jsonl"), "--global_batch_size", "4", "--max_steps", "2"]
     args += ["--run_dir", str(tmp_path / "run"), "--compile_cache", "", "--devices", "1"]
     assert main(["contrastive", "--accelerator", "cpu", *args]) == 65
-    assert "rows.jsonl, record" in capsys.readouterr().err
+    assert "rows.jsonl: line 3: " in capsys.readouterr().err
 
 
 def test_recall_counts_the_nearest_and_ties_against():

@@ -173,12 +173,13 @@ def test_a_reference_of_another_vocabulary_is_refused(place):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
+        (PAIRS[0] | {"images": ["a.png"]}, "line 3.*it holds images"),
         (PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}, "line 3.*its chosen and its rejected half are equal"),
         (PAIRS[0] | {"chosen": ""}, "line 3.*its chosen completion is empty"),
         (PAIRS[0] | {"chosen": None}, "line 3.*its fields are prompt, rejected"),
         ({"question": "a", "answer": "b"}, "line 3.*its fields are question, answer"),
     ],
-    ids=["equal", "empty", "null", "columns"],
+    ids=["images", "equal", "empty", "null", "columns"],
 )
 def test_a_record_that_can_not_be_used_ends_the_verb_with_65_and_its_line(place, capsys, record, message):
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS[:2], record]))

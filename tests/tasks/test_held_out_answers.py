@@ -169,6 +169,9 @@ def test_answers_that_can_not_be_scored_are_refused_before_the_run(held_out, cha
     assert message in str(caught.value)
 
 
-def test_a_task_that_answers_no_prompts_refuses_their_metrics():
-    with pytest.raises(ConfigError, match=r"eval.metrics: .* with task: pretrain, which does not read it"):
-        load_config({"task": "pretrain", "eval.metrics": ["bleu"]}, (), {})
+@pytest.mark.parametrize(
+    ("task", "field"), [("pretrain", "eval.metrics"), ("reward", "eval.metrics"), ("reward", "eval.sample_prompts")]
+)
+def test_a_task_that_answers_no_prompts_refuses_their_fields(task, field):
+    with pytest.raises(ConfigError, match=rf"{field}: .* with task: {task}, which does not read it"):
+        load_config({"task": task, field: ["bleu"]}, (), {})

@@ -108,7 +108,7 @@ WAYS = {
     "one by one": {"eval": {"batch_size": 1}},
     "pipeline": {"eval": {"batch_size": 8}, "devices": 8, "mesh": "data=2,fsdp=2,pipeline=2"},
     "context": {"eval": {"batch_size": 4}, "devices": 4, "mesh": "data=2,context=2"},
-    "packed, devices": {"data": {"packing": "concat", "buckets": []}, "devices": 8, "mesh": "data=4,tensor=2"},
+    "concatenated, devices": {"data": {"packing": "concat", "buckets": []}, "devices": 8, "mesh": "data=4,tensor=2"},
 }
 
 
@@ -131,7 +131,7 @@ def reference(models, held_out, tmp_path_factory):
     return evaluated(models, tmp_path_factory.mktemp("four"), held_out, eval={"batch_size": 4})
 
 
-DEFAULT = ("packed, 7 rows", "devices")
+DEFAULT = ("packed, 7 rows", "concatenated, devices")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in DEFAULT else grid) for way in WAYS])

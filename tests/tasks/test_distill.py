@@ -15,6 +15,7 @@ from jtrain.config.load import load_config
 from jtrain.errors import CheckpointError, ConfigError, DataError
 from jtrain.tasks.distill_loss import distillation_of
 from jtrain.tasks.teacher_table import open_everywhere, read_kept, write_kept
+from jtrain.train.guard import guarded
 from tests.parity.runs import bits
 
 from .preferences import GOLDENS, first_line, settings, trained, word_model
@@ -145,7 +146,7 @@ def test_a_table_is_made_once_and_says_what_the_teacher_says(place, monkeypatch)
     assert shapes["teacher_logps"] == shapes["teacher_ids"] == (targets, 5) and shapes["first"] == (5,)
     monkeypatch.setattr("jtrain.tasks.distill.make_table", lambda *_: pytest.fail("made again"))
     again = DistillTrainer(config | {"run_dir": str(place / "second")}, train_dataset=ROWS)
-    with again._open_session() as session:
+    with guarded(again.config) as guard, again._open_session(guard) as session:
         again._restore_or_init(session)
     row = again.train_rows.rows(np.arange(4))
     assert row["teacher_ids"].shape == (4, 32, 5) and (row["teacher_logps"] < 0).sum() == targets * 5

@@ -190,11 +190,15 @@ def test_before_the_first_step_another_reason_ends_it_too():
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_signals_of_the_config_save_and_leave(name, tmp_path):
+    before = signal.signal(getattr(signal, name), signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so
     send = lambda trainer, number: number == 2 and (signal.raise_signal(getattr(signal, name)), wait_until_asked())
     ask = Callback()
     ask.on_step_start = send
     changes = {} if name == "SIGUSR1" else {"faults": {"preemption_signals": [name]}}
-    assert stops_at(run(tmp_path, [ask], **changes)) == 2
+    try:
+        assert stops_at(run(tmp_path, [ask], **changes)) == 2
+    finally:
+        signal.signal(getattr(signal, name), before)
     (event,) = read_events(tmp_path, "preempted")
     assert (event["step"], event["saved"], event["reason"]) == (2, True, name)
 

@@ -90,6 +90,7 @@ class Checkpoints:
         self._run_id = read_run_id(self.run_dir) if lease is not None else None
         self._orbax: ocp.AsyncCheckpointer | None = None
         self._current: Save | None = None
+        self._topic = ""
         self._failures = 0
         self._last_failure: Failure | None = None
         self._own: set[int] = set()  # steps of this run's line: saved or restored here
@@ -204,6 +205,7 @@ class Checkpoints:
         flat = arrays.flatten(state)
         folder, target = layout.saving_path(self.root, step, self._token), self.root / str(step)
         save = Save(step, folder, target, arrays.records(flat), dict(metrics or {}))
+        self._topic = save.topic
         meta = json.loads(json.dumps(meta))  # a copy: it is written later
         self._prepare(save, arrays.size_bytes(flat.values()))
         if save.failure is None:
@@ -563,9 +565,14 @@ class Checkpoints:
             registry.add("state", ocp.args.PyTreeSave, arrays.state_handler())
             registry.add("meta", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
             self._orbax = ocp.AsyncCheckpointer(
-                ocp.CompositeCheckpointHandler(handler_registry=registry), timeout_secs=_ORBAX_TIMEOUT_SECONDS
+                ocp.CompositeCheckpointHandler(handler_registry=registry),
+                async_options=ocp.options.AsyncOptions(timeout_secs=_ORBAX_TIMEOUT_SECONDS, barrier_sync_fn=self._meet),
             )
         return self._orbax
+
+    def _meet(self, key: str, timeout_ms: int) -> None:
+        """Where Orbax waits for its peers: not for one that could not write, up to the timeout."""
+        peers.meet(self._topic, key, timeout_ms)
 
     def _emit(self, kind: str, **fields: Any) -> None:
         if self._on_event is not None and peers.index() == 0:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from etils import epath
 from jtrain.checkpoint import files, layout, peers
 from jtrain.checkpoint.failures import Failure, describe, unpack
 from jtrain.checkpoint.manifest import ArrayRecord, Manifest, hash_files, new_manifest, write_manifest
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -30,6 +34,7 @@ class Save:
       started: `time.monotonic()` when `save` was called.
       failure: what went wrong; after `thread` has ended it is the same on every process.
       manifest: of a save that is durable.
+      number: counts the saves of this program; the same on every process.
     """
 
     step: int
@@ -41,6 +46,12 @@ class Save:
     failure: Failure | None = None
     manifest: Manifest | None = None
     thread: threading.Thread | None = None
+    number: int = dataclasses.field(default_factory=itertools.count(1).__next__)
+
+    @property
+    def topic(self) -> str:
+        """What the processes meet for while Orbax writes."""
+        return f"save/{self.number}"
 
 
 def finish(save: Save, wait_for_orbax: Callable[[], None], check_lease: Callable[[], None]) -> None:
@@ -53,10 +64,16 @@ def finish(save: Save, wait_for_orbax: Callable[[], None], check_lease: Callable
         if save.failure is None:
             try:
                 wait_for_orbax()
+            except peers.GivenUp:
+                log.debug("a peer does not go on with the save of step %s", save.step)
             except Exception as error:
                 save.failure = describe(error, save.folder, "can't save")
+        if save.failure is not None:
+            peers.give_up(save.topic)  # the others wait for this process, in Orbax
         _check(save, check_lease)
         _agree("written", save)
+        if peers.index() == 0:
+            peers.forget(save.topic)
         if save.failure is None:
             _hash_and_seal(save, check_lease)
     except Exception as error:  # a peer that is lost, or a bug: nobody else would see it in this thread

@@ -56,12 +56,13 @@ def test_both_processes_see_the_same_saves_failures_and_restores(two):
     for answer in answers:
         assert answer["durable"] == 2
         assert answer["steps"] == [1, 2, 3]
-        assert len(answer["failures"]) == 2 and all("No space left" in message for message in answer["failures"])
+        assert len(answer["failures"]) == 3 and all("No space left" in message for message in answer["failures"])
         assert answer["restored"] == [True, {"step": 3}]
         assert answer["fallback"] == [True, {"step": 2}, 2]
         assert str(run) in answer["lock"] and "in use by process" in answer["lock"]
+        assert answer["seconds"] < 60  # Orbax would wait ten minutes for the one that could not write
     assert answers[0]["run_id"] == answers[1]["run_id"]
-    assert answers[0]["events"].count("durable") == 3 and answers[0]["events"].count("save_failed") == 2
+    assert answers[0]["events"].count("durable") == 3 and answers[0]["events"].count("save_failed") == 3
     assert answers[1]["events"] == []  # process 0 speaks for all
 
 

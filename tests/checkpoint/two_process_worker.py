@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import time
 
 if __name__ == "__main__":  # before jax; the test that imports this has its own devices
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,6 +28,8 @@ def main():
     index, port, run = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, coordinator_bind_address=f"127.0.0.1:{port}")
+    from orbax.checkpoint._src.checkpointers import async_checkpointer
+
     from jtrain.checkpoint import Checkpoints, RunLease, finish, open_run_dir
     from jtrain.errors import ConfigError, StorageError
 
@@ -63,7 +66,7 @@ def main():
             # one process can't write: all of them learn of it, and the next save makes up for it
             original = finish.write_manifest, finish.hash_files
 
-            def fail(*_):
+            def fail(*_, **__):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
             saw["failures"] = []
@@ -76,6 +79,17 @@ def main():
                 except StorageError as error:
                     saw["failures"].append(error.message)
                 finish.write_manifest, finish.hash_files = original
+            # nor does anybody wait for one that can't write its arrays, while Orbax does
+            seconds, futures = time.monotonic(), async_checkpointer.future.ChainedFuture.result
+            if index == 1:
+                async_checkpointer.future.ChainedFuture.result = fail
+            checkpoints.save(3, state(3), {"step": 3})
+            try:
+                checkpoints.wait()
+            except StorageError as error:
+                saw["failures"].append(error.message)
+            async_checkpointer.future.ChainedFuture.result = futures
+            saw["seconds"] = time.monotonic() - seconds
             checkpoints.save(3, state(3), {"step": 3})
             checkpoints.wait()
             saw["steps"] = checkpoints.steps()

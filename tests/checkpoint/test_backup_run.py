@@ -1,13 +1,9 @@
 """`checkpoint.backup` of whole runs: the bits they go on with, and that leaving does not wait for a store."""
 
-import json
 import logging
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -21,6 +17,7 @@ from jtrain.checkpoint import backup, layout, transfer
 from jtrain.errors import ConfigError, Preempted
 from jtrain.observe.metrics import read_events, read_metrics
 from jtrain.train import guard
+from tests.checkpoint.two_processes import answers_of_two
 from tests.train.fits import checkpoints, make
 
 OPTIMIZER = {"name": "adamw"}
@@ -152,30 +149,7 @@ def test_resume_never_is_refused_where_copies_lie(tmp_path):
 
 @pytest.mark.faults
 def test_two_processes_bring_a_step_back_together(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    worker = os.path.join(os.path.dirname(__file__), "backup_worker.py")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, worker, str(index), str(port), str(tmp_path / "run"), str(tmp_path / "second")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": root},
-        )
-        for index in range(2)
-    ]
-    answers = []
-    try:
-        for process in workers:
-            output, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-4000:]
-            answers.append(json.loads(output.splitlines()[-1]))
-    finally:
-        for process in workers:
-            process.kill()
+    answers = answers_of_two("backup_worker.py", tmp_path / "run", tmp_path / "second")
     for answer in answers:
         assert answer["restored"] == [[2, {"step": 2}, True, 2], [2, {"step": 2}, True, None]]
     assert answers[0]["events"].count("backup_restored") == 2 and answers[0]["events"].count("corrupt") == 1

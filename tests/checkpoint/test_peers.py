@@ -1,11 +1,5 @@
 """Two processes with four devices each: they save together, fail together and restore together."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -14,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from two_process_worker import SHAPE, values
 
 from jtrain.checkpoint import Checkpoints, peers
+from tests.checkpoint.two_processes import answers_of_two
 
 
 def test_a_single_process_talks_to_itself():
@@ -24,31 +19,7 @@ def test_a_single_process_talks_to_itself():
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     run = tmp_path_factory.mktemp("two")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    worker = os.path.join(os.path.dirname(__file__), "two_process_worker.py")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, worker, str(index), str(port), str(run)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": root},
-        )
-        for index in range(2)
-    ]
-    answers = []
-    try:
-        for process in workers:
-            output, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-4000:]
-            answers.append(json.loads(output.splitlines()[-1]))
-    finally:
-        for process in workers:
-            process.kill()
-    return run, answers
+    return run, answers_of_two("two_process_worker.py", run)
 
 
 def test_both_processes_see_the_same_saves_failures_and_restores(two):
